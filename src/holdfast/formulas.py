@@ -1,9 +1,10 @@
-"""What failures cost, in closed form. Pure; each formula with its source. Times in seconds unless the name says hours.
+"""What failures cost, and how a global batch divides over workers, in closed form. Pure; each formula with its source. Times in
+seconds unless the name says hours.
 
 A failure strikes after an exponential time with mean M (MTBF). It costs the time since the last checkpoint and R seconds
 of recovery, during which the next failure may strike. Checkpoints are made every `interval_s` seconds of training and
 stop training for `cost_s` each. What is not of this kind (ageing nodes, racks that fail together, spares that run out,
-elastic jobs) is simulated: `plan.renewal` and `holdfast.tools.simulate`.
+elastic jobs) is simulated: `holdfast.tools.plan.renewal` and `holdfast.tools.simulate`.
 """
 
 from __future__ import annotations
@@ -198,6 +199,9 @@ def _poisson_mean(rising: Callable[[float], float], wanted: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < wanted else (low, middle)
     return (low + high) / 2
+
+
+# ---------------------------------------------------------------- sizes of a job: micro-batches are not split
 
 
 def idle_share(micro_batches: int, world: int) -> float:

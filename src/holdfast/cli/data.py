@@ -25,12 +25,29 @@ if TYPE_CHECKING:
     from holdfast.tools.corpora.build import Description
 
 
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Builds, shows and verifies token files, and shows which samples a job trained on.",
+)
+FIRST_TOKENS = 16
+Dataset = Annotated[
+    Path, typer.Argument(help="Path of the token files without .bin and .idx, or one file.", metavar="PREFIX")
+]
+RawDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="Type of the tokens in a file without a header, for example uint16.",
+    ),
+]
 MOST = "1GB"
 EXIT_NOT_ONCE = 1
 TOLD = 5
 """Epochs that a sentence names."""
 
 
+@app.command("samples")
 def samples(
     folders: Annotated[
         list[Path] | None,
@@ -199,25 +216,6 @@ def _folder_of(name: str) -> Path | None:
         return jobs.existing(name) if name else None
     except UsageError:
         return None
-
-
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Builds, shows and verifies token files, and shows which samples a job trained on.",
-)
-app.command("samples")(samples)
-FIRST_TOKENS = 16
-Dataset = Annotated[
-    Path, typer.Argument(help="Path of the token files without .bin and .idx, or one file.", metavar="PREFIX")
-]
-RawDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        help="Type of the tokens in a file without a header, for example uint16.",
-    ),
-]
 
 
 @app.command("build")

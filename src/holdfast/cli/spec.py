@@ -35,6 +35,66 @@ from holdfast.protocol.place import PLACE_VARIABLE, NodePlace, parse_place
 from holdfast.protocol.snapshots import DurableTier, Saving
 from holdfast.protocol.units import parse_size
 
+MIN_FREE_BYTES = 256 << 20
+LEAST_LOG_LIMIT = 16 << 20
+HOST = "127.0.0.1"
+
+
+def plan(given: RunOptions) -> JobSpec:
+    """The job that is asked for.
+
+    Raises:
+        UsageError: something in it cannot work; nothing was started or written.
+    """
+    engine = check_engine(given)
+    own = given.engines.get(given.engine, engine.options() if engine.options is not None else None)
+    known, spares = engine.nodes(own), given.nodes.spares
+    low, high = parse_nnodes(given.nodes.nnodes or str(max(1, (known.count or 0) - spares)))
+    if known.place and not given.nodes.nproc_per_node.isdecimal():
+        raise UsageError(
+            f"--nproc-per-node {given.nodes.nproc_per_node} counts the devices of this machine, but the nodes are "
+            f"{known.place}; specify a number"
+        )
+    nproc = parse_nproc(given.nodes.nproc_per_node, known.gpus)
+    faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
+    for fault in faults:
+        check_watched(fault, given.health.watch)
+    source = read_script(given.script, given.module)
+    name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
+    spec = JobSpec(
+        name=name,
+        script=given.script,  # as it was given: the script finds it in sys.argv
+        args=tuple(map(text_of, given.args)),
+        module=given.module,
+        min_nodes=low,
+        max_nodes=high,
+        nproc=nproc,
+        spares=spares,
+        wait_for_spare=given.nodes.wait_for_spare,
+        engine=given.engine,
+        preload=_preload(given, source),
+        faults=faults,
+        max_restarts=given.failures.max_restarts,
+        cwd=str(Path.cwd()),
+        timing=given.failures.timing,
+        racks=given.nodes.racks,
+        places=plan_places(given.nodes, known),
+        saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
+        data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
+        health=plan_health(given.health),
+        replay_every=parse_replay(given.health.replay, low * nproc),
+        log_limit=parse_log_limit(given.log_limit),
+        log=_log(given.log_level),
+    )
+    spec = engine.plan(spec, own)
+    check_text(spec)
+    check_report(given.report)
+    # Last, because these two look at things that change by themselves. The coordinator reports a port that another
+    # program takes between here and its start.
+    _check_port(given.port)
+    _check_disk(jobs.home())
+    return spec
+
 
 def plan_health(given: HealthOptions) -> HealthSpec:
     """Raises UsageError for what cannot work; nothing is written."""
@@ -161,67 +221,6 @@ def plan_places(given: NodeOptions, known: KnownNodes) -> dict[str, NodePlace]:
             f"--topology {given.topology}: the file does not name any of this job's nodes, which are {known.examples}"
         )
     return ours
-
-
-MIN_FREE_BYTES = 256 << 20
-LEAST_LOG_LIMIT = 16 << 20
-HOST = "127.0.0.1"
-
-
-def plan(given: RunOptions) -> JobSpec:
-    """The job that is asked for.
-
-    Raises:
-        UsageError: something in it cannot work; nothing was started or written.
-    """
-    engine = check_engine(given)
-    own = given.engines.get(given.engine, engine.options() if engine.options is not None else None)
-    known, spares = engine.nodes(own), given.nodes.spares
-    low, high = parse_nnodes(given.nodes.nnodes or str(max(1, (known.count or 0) - spares)))
-    if known.place and not given.nodes.nproc_per_node.isdecimal():
-        raise UsageError(
-            f"--nproc-per-node {given.nodes.nproc_per_node} counts the devices of this machine, but the nodes are "
-            f"{known.place}; specify a number"
-        )
-    nproc = parse_nproc(given.nodes.nproc_per_node, known.gpus)
-    faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
-    for fault in faults:
-        check_watched(fault, given.health.watch)
-    source = read_script(given.script, given.module)
-    name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
-    spec = JobSpec(
-        name=name,
-        script=given.script,  # as it was given: the script finds it in sys.argv
-        args=tuple(map(text_of, given.args)),
-        module=given.module,
-        min_nodes=low,
-        max_nodes=high,
-        nproc=nproc,
-        spares=spares,
-        wait_for_spare=given.nodes.wait_for_spare,
-        engine=given.engine,
-        preload=_preload(given, source),
-        faults=faults,
-        max_restarts=given.failures.max_restarts,
-        cwd=str(Path.cwd()),
-        timing=given.failures.timing,
-        racks=given.nodes.racks,
-        places=plan_places(given.nodes, known),
-        saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
-        data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
-        health=plan_health(given.health),
-        replay_every=parse_replay(given.health.replay, low * nproc),
-        log_limit=parse_log_limit(given.log_limit),
-        log=_log(given.log_level),
-    )
-    spec = engine.plan(spec, own)
-    check_text(spec)
-    check_report(given.report)
-    # Last, because these two look at things that change by themselves. The coordinator reports a port that another
-    # program takes between here and its start.
-    _check_port(given.port)
-    _check_disk(jobs.home())
-    return spec
 
 
 def check_text(spec: object) -> None:

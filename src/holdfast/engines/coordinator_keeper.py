@@ -26,79 +26,6 @@ from holdfast.protocol.network.listener import BACKLOG
 from holdfast.protocol.network.sockets import host_and_port, listening
 from holdfast.protocol.wire.stored import decode_file, word
 
-READ_BYTES = 65536
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-class Look(NamedTuple):
-    """What is seen of a process."""
-
-    state: str
-    """Its letter in /proc/PID/stat; 'X' when it is gone."""
-    used_s: float
-    """Processor time that it has used so far."""
-
-
-class Silence:
-    """How long a coordinator has been silent. It counts from its first word on: a start takes as long as it takes; but one
-    that is stopped is never about to speak."""
-
-    def __init__(self, timing: Timing) -> None:
-        self._timing = timing
-        self._began = False
-        self._used_s = 0.0
-        self.stopped_s = self.silent_s = 0.0
-
-    @property
-    def every_s(self) -> float:
-        """From one look to the next: in between it speaks twice."""
-        return self._timing.heartbeat_s
-
-    def looked(self, spoke: bool, look: Look) -> None:
-        """One look. spoke: something came since the last one."""
-        # The processor time since the last look. A coordinator that was ready to run and got no processor
-        # could not have spoken.
-        used_s, self._used_s = look.used_s - self._used_s, look.used_s
-        stopped = look.state in "Tt"
-        self.stopped_s = self.stopped_s + self.every_s if stopped and not spoke else 0.0
-        # A start may take long on a slow file system, and a restart would take just as long.
-        self._began = self._began or spoke
-        if spoke or not self._began:
-            self.silent_s = 0.0
-        elif look.state == "R":
-            self.silent_s += min(used_s, self.every_s)
-        # D is a wait for a disk. A coordinator that is restarted would wait for the same disk.
-        elif look.state != "D":
-            self.silent_s += self.every_s
-
-    def verdict(self) -> str | None:
-        """What is wrong with it; None: nothing that is known."""
-        # Stopped is seen and not inferred, so a shorter time is enough for it than for silence.
-        if self.stopped_s >= self._timing.detection_s:
-            return f"its process has been stopped for {self.stopped_s:g} s"
-        if self.silent_s >= self._timing.hang_s:
-            return f"its event loop has not run for {self.silent_s:.1f} s"
-        return None
-
-
-def has_spoken(pulse: int) -> bool:
-    """Whether something came. pulse: the reading end, which does not block."""
-    try:
-        return bool(os.read(pulse, READ_BYTES))
-    except BlockingIOError:
-        return False
-
-
-def look(pid: int) -> Look:
-    """A look at a child of this process that was not waited for, so that the number is its own."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return Look("X", 0.0)
-    fields = text[text.rindex(")") + 2 :].split()
-    return Look(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS)
-
-
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3
 GUARD_S = 2.0
@@ -110,11 +37,11 @@ STANDBY_MOST_S = 600.0
 """Between two attempts to have one."""
 PAUSES_S = 1.0, 2.0, 5.0
 """Before another attempt, where the system refuses what a coordinator needs; the last one again and again."""
-
-
 OTHER_VERSION = (
     "the version of Holdfast that is now installed here differs from the one with which this job was started"
 )
+READ_BYTES = 65536
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _way_back() -> str:
@@ -474,3 +401,77 @@ def listen(host: str, port: int) -> socket.socket:
                 f"port {port} is in use; choose another port with --port, or remove the option"
             ) from None
         raise UsageError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from None
+
+
+class Look(NamedTuple):
+    """What is seen of a process."""
+
+    state: str
+    """Its letter in /proc/PID/stat; 'X' when it is gone."""
+    used_s: float
+    """Processor time that it has used so far."""
+
+
+class Silence:
+    """How long a coordinator has been silent: its loop writes into a pipe, and this counts the looks at which nothing came.
+
+    It counts from its first word on: a start takes as long as it takes; but one that is stopped is never about to speak. Nothing
+    healthy may be ended because somebody was slow, so a look counts for the time between two looks at most: a launcher that was
+    itself stopped, or came late, finds one silent look. And only time counts in which the coordinator could have spoken: not
+    what it spends waiting for a disk, as it would after a restart, too, and of a wait for the processor only what it got of it.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._began = False
+        self._used_s = 0.0
+        self.stopped_s = self.silent_s = 0.0
+
+    @property
+    def every_s(self) -> float:
+        """From one look to the next: in between it speaks twice."""
+        return self._timing.heartbeat_s
+
+    def looked(self, spoke: bool, look: Look) -> None:
+        """One look. spoke: something came since the last one."""
+        # The processor time since the last look. A coordinator that was ready to run and got no processor
+        # could not have spoken.
+        used_s, self._used_s = look.used_s - self._used_s, look.used_s
+        stopped = look.state in "Tt"
+        self.stopped_s = self.stopped_s + self.every_s if stopped and not spoke else 0.0
+        # A start may take long on a slow file system, and a restart would take just as long.
+        self._began = self._began or spoke
+        if spoke or not self._began:
+            self.silent_s = 0.0
+        elif look.state == "R":
+            self.silent_s += min(used_s, self.every_s)
+        # D is a wait for a disk. A coordinator that is restarted would wait for the same disk.
+        elif look.state != "D":
+            self.silent_s += self.every_s
+
+    def verdict(self) -> str | None:
+        """What is wrong with it; None: nothing that is known."""
+        # Stopped is seen and not inferred, so a shorter time is enough for it than for silence.
+        if self.stopped_s >= self._timing.detection_s:
+            return f"its process has been stopped for {self.stopped_s:g} s"
+        if self.silent_s >= self._timing.hang_s:
+            return f"its event loop has not run for {self.silent_s:.1f} s"
+        return None
+
+
+def has_spoken(pulse: int) -> bool:
+    """Whether something came. pulse: the reading end, which does not block."""
+    try:
+        return bool(os.read(pulse, READ_BYTES))
+    except BlockingIOError:
+        return False
+
+
+def look(pid: int) -> Look:
+    """A look at a child of this process that was not waited for, so that the number is its own."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return Look("X", 0.0)
+    fields = text[text.rindex(")") + 2 :].split()
+    return Look(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS)

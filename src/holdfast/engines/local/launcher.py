@@ -1,4 +1,4 @@
-"""The local engine: every node is an agent process of this machine, on the loopback address. From the start to the last process."""
+"""The local engine: every node is an agent process of this machine, on the loopback address."""
 
 from __future__ import annotations
 

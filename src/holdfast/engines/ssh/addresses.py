@@ -14,6 +14,50 @@ from typing import NamedTuple
 from holdfast.errors import UsageError
 from holdfast.protocol.job_options import SshOptions
 
+# No dash first: ssh would take such a host for an option, and options of ssh can run programs.
+_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def plan_ssh(given: SshOptions) -> SshOptions:
+    """The options with one host in each place and absolute paths.
+
+    Raises:
+        UsageError: a host, file, address or variable that cannot be.
+    """
+    hosts = tuple(h.strip() for text in given.hosts for h in text.split(",") if h.strip())
+    for host in hosts:
+        # The numbers of nodes are the local engine's, and `--node 3` of a command means node3.
+        if not _HOST.fullmatch(host) or host.rpartition("@")[2].isdecimal():
+            raise UsageError(
+                f"--hosts {host!r}: must be a name that ssh accepts, for example a,b or user@10.0.0.7; put ports, "
+                "keys and jump hosts into ~/.ssh/config"
+            )
+    planned = dataclasses.replace(given, hosts=hosts)
+    twice = sorted({name for name in planned.names if planned.names.count(name) > 1})
+    if twice:
+        raise UsageError(f"--hosts: {', '.join(twice)} is given twice; each host is one node")
+    config = Path(given.config).expanduser().absolute() if given.config else None
+    if config is not None and not config.is_file():
+        raise UsageError(f"--ssh-config {given.config}: this file does not exist")
+    if given.address:
+        _check_address(given.address)
+    for name in given.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(
+                f"--env {name!r}: specify only the name of a variable, for example NCCL_DEBUG; its value is taken "
+                "from this environment"
+            )
+    return dataclasses.replace(planned, config=str(config) if config else "")
+
+
+def _check_address(text: str) -> None:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        raise UsageError(
+            f"--address must be a numeric address of this machine (got {text!r}), for example 10.0.0.7"
+        ) from None
+
 
 class Seen(NamedTuple):
     """The two ends of a connection of ssh, as the host has them; empty: unknown."""
@@ -94,48 +138,3 @@ def bind_address(ends: Seen, coordinator: str) -> str:
     if is_loopback(ends.server) and not is_loopback(coordinator):
         return coordinator
     return ends.server
-
-
-# No dash first: ssh would take such a host for an option, and options of ssh can run programs.
-_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-def plan_ssh(given: SshOptions) -> SshOptions:
-    """The options with one host in each place and absolute paths.
-
-    Raises:
-        UsageError: a host, file, address or variable that cannot be.
-    """
-    hosts = tuple(h.strip() for text in given.hosts for h in text.split(",") if h.strip())
-    for host in hosts:
-        # The numbers of nodes are the local engine's, and `--node 3` of a command means node3.
-        if not _HOST.fullmatch(host) or host.rpartition("@")[2].isdecimal():
-            raise UsageError(
-                f"--hosts {host!r}: must be a name that ssh accepts, for example a,b or user@10.0.0.7; put ports, "
-                "keys and jump hosts into ~/.ssh/config"
-            )
-    planned = dataclasses.replace(given, hosts=hosts)
-    twice = sorted({name for name in planned.names if planned.names.count(name) > 1})
-    if twice:
-        raise UsageError(f"--hosts: {', '.join(twice)} is given twice; each host is one node")
-    config = Path(given.config).expanduser().absolute() if given.config else None
-    if config is not None and not config.is_file():
-        raise UsageError(f"--ssh-config {given.config}: this file does not exist")
-    if given.address:
-        _check_address(given.address)
-    for name in given.env:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(
-                f"--env {name!r}: specify only the name of a variable, for example NCCL_DEBUG; its value is taken "
-                "from this environment"
-            )
-    return dataclasses.replace(planned, config=str(config) if config else "")
-
-
-def _check_address(text: str) -> None:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        raise UsageError(
-            f"--address must be a numeric address of this machine (got {text!r}), for example 10.0.0.7"
-        ) from None

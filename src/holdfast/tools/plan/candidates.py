@@ -14,12 +14,12 @@ from holdfast.tools.plan.renewal import Process, available, simulate
 
 STORAGE, TIERED, PEERS = "restart from storage", "tiered", "peers in memory"
 STRATEGIES = (STORAGE, TIERED, PEERS)
-
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """By which the failure rate may be wrong."""
-
 FINISHES = 0.02
 """Less goodput than this, and a run does not finish in any practical sense."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+POINTS = 60
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,10 +266,6 @@ def _words(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-POINTS = 60
 
 
 class Curve(msgspec.Struct, frozen=True):

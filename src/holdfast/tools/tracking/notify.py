@@ -1,6 +1,9 @@
 """`holdfast notify`: tells people what they have to do, by a webhook or by a command that sends mail.
 
-A matter is told once: what decides that comes first, and is pure. A webhook's URL is a secret. It comes from a file or from the environment, and is in no command line, ledger, log or message.
+What decides which events are told, and when, comes first and is pure. A matter is told once: it is then silent for hours, messages
+keep a distance, and what comes between two of them is one message, so that no storm of messages wakes anybody at night.
+
+A webhook's URL is a secret. It comes from a file or from the environment, and is in no command line, ledger, log or message.
 Killed between a delivery and its note, a notifier sends that message again: each matter has an id by which a receiver can
 tell.
 """
@@ -34,6 +37,7 @@ from holdfast.protocol.wire.decoding import decode
 from holdfast.tools.tracking.base import FileTracker, Matter, Notes
 from holdfast.tools.tracking.position import Batch
 
+_log = logging.getLogger(__name__)
 APART_S = 60.0
 """Between two messages."""
 AGAIN_S = 6 * 3600.0
@@ -45,6 +49,17 @@ REMEMBERED = 256
 PATIENCE_S = 600.0
 """The longest time between two attempts to deliver."""
 TEXT_CHARS = 500
+ANSWER_S = 10.0
+LAST_ATTEMPTS = 3
+LAST_APART_S = 2.0
+"""At the job's end, between two attempts."""
+OLD_S = 3600.0
+"""What happened longer before a notifier's first start is history, and no news."""
+MAIL_VARIABLE = "HOLDFAST_MAIL_COMMAND"
+MAIL_COMMAND = "sendmail -i -t"
+HOW = "use slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
+OF_INCIDENT = "#/incident/{incident}"
+"""How a link ends that opens the page at an incident."""
 
 
 def matter_of(entry: LedgerEntry, ledger: str, job: str) -> Matter | None:
@@ -106,20 +121,6 @@ def not_sent(notes: Notes, now_s: float) -> Notes:
     wait_s = min(PATIENCE_S, APART_S * 2**notes.failures)
     return msgspec.structs.replace(notes, failures=notes.failures + 1, next_s=now_s + wait_s)
 
-
-_log = logging.getLogger(__name__)
-ANSWER_S = 10.0
-LAST_ATTEMPTS = 3
-LAST_APART_S = 2.0
-"""At the job's end, between two attempts."""
-OLD_S = 3600.0
-"""What happened longer before a notifier's first start is history, and no news."""
-MAIL_VARIABLE = "HOLDFAST_MAIL_COMMAND"
-MAIL_COMMAND = "sendmail -i -t"
-HOW = "use slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
-
-OF_INCIDENT = "#/incident/{incident}"
-"""How a link ends that opens the page at an incident."""
 
 Send = Callable[["Message"], None]
 """Delivers a message. Raises NotDelivered."""

@@ -28,6 +28,24 @@ from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, add_incident
 from holdfast.tools.tracking.base import FileTracker, Told
 from holdfast.tools.tracking.position import Batch
 
+_log = logging.getLogger(__name__)
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
+ANSWER_S = 10.0
+ATTEMPTS = 4
+APART_S = 1.0
+"""After the first attempt; twice as long after each other one."""
+MOST_OPEN = 64
+"""Incidents of which facts are kept until they close; those that have been open for longest are given up."""
+MOST_EVENTS = 16
+MOST_NODES = 256
+TEXT_CHARS = 200
+_OVER = ("incident-closed", "incident-settled")
+_ABOUT = ("finding", "verdict", "incident-joined", "incident-explained", "asked", "repairing", "repaired")
+OK, ERROR = 1, 2
+INTERNAL = 1
+"""Kind of the spans."""
 START = "start"
 """Stands for the number of an incident in the ids of a start's trace."""
 _MARKS = {"worker-started": "workers", "formed": "formed", "started": "formed"}
@@ -84,26 +102,6 @@ def checkpoint(entry: LedgerEntry) -> Trace | None:
     root = Span("checkpoint", max(0.0, entry.t_s - took_s), entry.t_s)
     about = {"holdfast.step": step, "holdfast.tier": url, "holdfast.skipped": entry.fields.get("skipped")}
     return Trace(f"checkpoint {step} {url}", root, (), about)
-
-
-_log = logging.getLogger(__name__)
-ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
-ANSWER_S = 10.0
-ATTEMPTS = 4
-APART_S = 1.0
-"""After the first attempt; twice as long after each other one."""
-MOST_OPEN = 64
-"""Incidents of which facts are kept until they close; those that have been open for longest are given up."""
-MOST_EVENTS = 16
-MOST_NODES = 256
-TEXT_CHARS = 200
-_OVER = ("incident-closed", "incident-settled")
-_ABOUT = ("finding", "verdict", "incident-joined", "incident-explained", "asked", "repairing", "repaired")
-OK, ERROR = 1, 2
-INTERNAL = 1
-"""Kind of the spans."""
 
 
 class Otlp(FileTracker):
