@@ -1,9 +1,9 @@
 """Engines, trackers, checks and commands by their names: entry points of installed packages, Holdfast's own among them.
 
 `entry_points.txt` beside this file declares Holdfast's own, and pyproject.toml makes the distribution's metadata of it. It is
-read as a file: a source tree that nobody has installed has them, too, and one that was installed before its last change has no
-old ones. Who looks for a name of Holdfast's own does not search the installed packages, of which there may be hundreds on a file
-system that is slow.
+read as a file, because a source tree that is not installed has no metadata, and an editable install keeps that of the day on
+which it was installed. A name of Holdfast's own is found without a search of the installed packages, which may be hundreds of
+files on a slow file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMANDS = "holdfast.commands"
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """What a package offers under a name."""
+    """What a package provides under a name."""
 
     group: str
     name: str
