@@ -63,10 +63,11 @@ def command_engine(tmp_path):
 
 
 def test_the_engine_of_the_page_runs_a_job(holdfast, command_engine, tmp_path):
+    (tmp_path / "train.py").write_text("import os\nprint('trained', os.environ['STARTED'], flush=True)\n")
     wish = ("--engine", "command", "--start-command", "env STARTED=1", "--nnodes", "2", "--job", "theirs")
     done = holdfast("run", "--no-ui", *wish, "train.py")
     assert done.returncode == 0, done.stderr
-    assert "trained" in done.stdout
+    assert "trained 1" in done.stdout
     assert "2 workers started" in done.stderr
     assert "outcome    finished" in done.stderr
 
