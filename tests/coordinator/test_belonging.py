@@ -10,6 +10,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.observe.incident_report import belonging
 from holdfast.protocol.causes import ConnectionClosed
 from holdfast.protocol.health import Remedy, Severity
+from holdfast.protocol.messages import CollectiveError, KillWorker
 
 
 def entries(desk: Desk) -> list[dict[str, object]]:
@@ -68,3 +69,20 @@ def test_what_is_only_to_be_watched_is_no_cause_of_an_end(severity: Severity, ex
     [incident] = desk.incidents()
     assert (incident.rule == "throttled") is explains
     assert ("SIGKILL" in str(incident.cause)) is not explains
+
+
+def test_what_a_rule_found_is_decided_before_the_next_generation_is_formed():
+    """A break that names nobody is the effect of what was found: whom the remedy ends is not taken in first."""
+    desk = running(3)
+    sick = desk.worker_on("n1")
+    finds(desk, "n1", "restart-later", ERROR, Remedy.RESTART_WORKER)
+    members = desk.members()
+    for worker in members:
+        desk.says(
+            worker, CollectiveError(generation=desk.state.membership.number, step=0, detail="reset by peer")
+        )
+    for worker in members:
+        desk.parks(worker, desk.state.membership.committed)
+    assert sick in [a.message.worker for a in desk.did(e.Send) if isinstance(a.message, KillWorker)]
+    assert sick not in [name for formed in desk.records("formed")[1:] for name in formed["workers"]]
+    assert desk.state.membership.number == 2

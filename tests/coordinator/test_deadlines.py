@@ -17,6 +17,7 @@ from holdfast.coordinator.kernel.events import Tick
 CORE = Path(holdfast.__file__).parent / "coordinator"
 AT_AN_EVENT = {
     "kernel/incidents.py": "which incident a report belongs to is asked when it comes; nothing waits for the answer to change",
+    "kernel/deadlines.py Watch.due": "the next one of a kind that was asked for is a deadline of the core",
     "kernel/state.py Daily.roll": "a day begins when something is counted",
     "health/limits.py": "what was done before is weighed when something is decided, and not again by itself",
     "membership/nodes.py out_of_memory": "two times of the past are compared",

@@ -118,7 +118,8 @@ class Core(Context):
         """Does what is due, and what comes next, until nothing more is to be done now."""
         self.moved = self._looked = True
         for _ in range(MOST_LOOKS):
-            queued, self._next_s = len(self._out), inf
+            queued, self._next_s, self._again = len(self._out), inf, False
+            self.watch.asked.clear()
             # Deadlines come before `_advance`: who is lost by silence must be gone before the next generation is put
             # together, or it would get a member that everybody then waits for until the next detection.
             self._check_deadlines()
@@ -131,7 +132,7 @@ class Core(Context):
             admission.forget(self)
             # What queued actions may have changed what was looked at before (a worker ended after its node was
             # checked), and set times that nobody has compared yet. A look that queues nothing has seen all.
-            if len(self._out) == queued:
+            if len(self._out) == queued and not self._again:
                 return
         self._next_s = self.now
 
@@ -180,8 +181,13 @@ class Core(Context):
             )  # its first telling may have been lost
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due even if nothing else happens: the earliest time that was ahead in the last look."""
-        return None if self.state.membership.phase is JobPhase.ENDED or self._next_s == inf else self._next_s
+        """When a Tick is due even if nothing else happens: the earliest time that was ahead in the last look, or at which
+        somebody that it asked for is due."""
+        if self.state.membership.phase is JobPhase.ENDED:
+            return None
+        watched_s = self.watch.next_s(*self.watch.asked)
+        at_s = self._next_s if watched_s is None else min(self._next_s, watched_s)
+        return None if at_s == inf else at_s
 
     @property
     def mode(self) -> Mode:
@@ -462,12 +468,12 @@ class Core(Context):
         # other order the workers' ends would open incidents of their own, and the restart budget would be
         # charged twice.
         # In the order in which they joined or were started: it decides which incident is the first.
-        silent = self.watch.due(Watched.SILENT, self.reached)
+        silent = self.watch.due(Watched.SILENT, self.now)
         for node in self.alive_nodes() if silent else []:
             if node.name in silent:
                 nodes.lose(self, node, causes.NodeSilent(self.timing.detection_s))
                 self._attribute()
-        vanished = self.watch.due(Watched.VANISHED, self.reached)
+        vanished = self.watch.due(Watched.VANISHED, self.now)
         for worker in self.alive_workers() if vanished else []:
             # The agent no longer has the process, but its Exited may still be on the way with the exit code
             # and the last lines. A detection time is enough for that; then the loss counts without them.

@@ -46,7 +46,6 @@ class Checks:
         self.formed = 0
         self.formed_s = 0.0
         self.records: dict[str, int] = {}
-        self._ended: set[str] = set()
         self.named = 0
         self.saved = SavedChecks(self)
         self._canon: dict[tuple[int, int], int] = {}
@@ -105,9 +104,6 @@ class Checks:
         if not isinstance(event, e.Tick) and not _is_heartbeat(event):
             cluster.log("core <- %s", event)
         self._provided -= isinstance(event, e.NodeUnavailable)
-        # What a look decides is looked at again at once: a member may be ended in the batch in which it joins.
-        orders = [action.message for action in actions if isinstance(action, e.Send)]
-        self._ended = {order.worker for order in orders if isinstance(order, m.KillWorker)}
         for action in actions:
             if not isinstance(action, e.Record):
                 cluster.log("core -> %s", action)
@@ -198,9 +194,7 @@ class Checks:
             case e.Send(node, m.Relay(name, m.JoinGeneration(generation=generation))):
                 worker = state.membership.workers.get(name)
                 self.require(
-                    worker is not None and (worker.phase is not WorkerPhase.GONE or name in self._ended),
-                    "JoinGeneration to %s",
-                    name,
+                    worker is not None and worker.phase is not WorkerPhase.GONE, "JoinGeneration to %s", name
                 )
                 self.require(generation == state.membership.generation, "%s is told an old generation", name)
                 self.require(worker is not None and worker.node == node, "%s is not on %s", name, node)
@@ -333,8 +327,7 @@ class Checks:
         for member in generation.members:
             self.require(state.membership.nodes[member.node].alive, "%s is on a lost node", member.worker)
             self.require(
-                state.membership.workers[member.worker].phase is WorkerPhase.MEMBER
-                or member.worker in self._ended,
+                state.membership.workers[member.worker].phase is WorkerPhase.MEMBER,
                 "%s is no member",
                 member.worker,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Node
 from holdfast.protocol import messages as m
@@ -22,6 +23,12 @@ def described(results: Sequence[CheckResult]) -> str:
         for r in results[:3]
     ]
     return "; ".join(told) + (f" (and {len(results) - 3} more)" if len(results) > 3 else "")
+
+
+def decides_now(context: Context) -> bool:
+    """What is done about something that a rule found is to be decided at this moment."""
+    undecided = (incidents.numbered(context.state, number).due_s for number in context.state.health.undecided)
+    return any(due_s is not None and context.reached(due_s) for due_s in undecided)
 
 
 def any_ordered(context: Context) -> bool:

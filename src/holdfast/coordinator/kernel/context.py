@@ -347,6 +347,7 @@ class Context(ABC):
         self.index = Index(self.state.membership, self.spec.nproc)
         self.now = 0.0
         self._next_s = 0.0
+        self._again = False
         self.event: Event | None = None
         # Actions are queued, never done: the service writes the state first and only then sends. If a handler
         # could send, a coordinator that crashed in between would have promised what its successor does not
@@ -371,14 +372,18 @@ class Context(ABC):
     def reached(self, at_s: float) -> bool:
         """Whether this time has come. One that is ahead is a time at which the core looks again.
 
-        Every comparison of a time with `now` is made here, and a test on the syntax tree holds that. So no deadline can be
-        forgotten: what a look decides depends on the state and on the answers given here alone. If the state stays the same,
+        Every comparison of a time with `now` is made here or by `watch`, and a test on the syntax tree holds that. So no deadline
+        can be forgotten: what a look decides depends on the state and on the answers given here alone. If the state stays the same,
         the next look is the same up to the earliest time that was ahead in this one.
         """
         if self.now >= at_s:
             return True
         self._next_s = min(self._next_s, at_s)
         return False
+
+    def look_again(self) -> None:
+        """What comes next is looked at once more at this moment, also if nothing has been queued."""
+        self._again = True
 
     def is_due(self, timer: Timer) -> bool:
         """The timer is set, and its time has come."""

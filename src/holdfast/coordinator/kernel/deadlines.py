@@ -8,7 +8,6 @@ itself: see `Context.reached`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -42,6 +41,8 @@ class Watch:
         self._membership, self._timing = membership, timing
         self._heaps: dict[Watched, list[tuple[float, str]]] = {}
         self._entries: dict[Watched, dict[str, float]] = {}
+        self.asked: set[Watched] = set()
+        """Kinds that the last look asked for: when the next of them is due is a time at which the core looks again."""
         self.look_again()
 
     def look_again(self) -> None:
@@ -62,16 +63,16 @@ class Watch:
         if at_s is not None:
             self._enter(kind, name, at_s)
 
-    def next_s(self, kind: Watched) -> float | None:
-        """The earliest deadline of a kind."""
-        top = self._top(kind)
-        return None if top is None else top[0]
+    def next_s(self, *kinds: Watched) -> float | None:
+        """The earliest deadline of these kinds; None: nobody of theirs is watched."""
+        return min((top[0] for kind in kinds if (top := self._top(kind)) is not None), default=None)
 
-    def due(self, kind: Watched, reached: Callable[[float], bool]) -> set[str]:
-        """Names of those whose deadline has come. reached: see `Context.reached`; it is asked of the first one ahead, too."""
+    def due(self, kind: Watched, now: float) -> set[str]:
+        """Names of those whose deadline has come."""
+        self.asked.add(kind)
         names: set[str] = set()
         again = []
-        while (top := self._top(kind)) is not None and reached(top[0]):
+        while (top := self._top(kind)) is not None and now >= top[0]:
             names.add(top[1])
             again.append(heapq.heappop(self._heaps[kind]))
         # What is due stays so until its handler has changed the state: the entry goes back.

@@ -363,7 +363,7 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
 def end_late_starters(context: Context) -> None:
     """Workers that are not ready in time are taken out, and new ones started."""
     limit_s = context.timing.start_s
-    names = context.watch.due(Watched.NOT_READY, context.reached)
+    names = context.watch.due(Watched.NOT_READY, context.now)
     # In the order of their start: what is counted for the first of a volley counts for all.
     late = [w for w in context.state.membership.workers.values() if w.name in names] if names else []
     cause = causes.NotReady(limit_s)

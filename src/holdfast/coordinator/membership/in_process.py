@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context, ForgetLast, SwapLemons
 from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, Timer, Worker, WorkerPhase
@@ -148,6 +149,11 @@ class InProcess:
         if membership.phase is JobPhase.BREAKING and not context.count_workers(WorkerPhase.MEMBER):
             generations.gather(context)
             nodes.write_off(context)  # which comes sooner now that nobody trains
+            # The break may be the effect of what a rule found on a node. That is decided first: a worker that it ends would
+            # be taken into the next generation, and break it at once.
+            if health.decides_now(context):
+                context.look_again()
+                return
         if membership.stop_reason is None:
             # Workers are started while the members of the broken generation still park, not after: a start
             # takes seconds, parking milliseconds, and both then overlap.

@@ -502,7 +502,6 @@ class Cluster:
             node.last_seen_s = self.now
             # Earlier than it was: until now it was never due.
             self.core.watch.watch(Watched.SILENT, node.name)
-            self.core.reached(self.now + self.core.timing.detection_s)
         if self.trace is not None:
             return
         if self.scenario.cloud:
