@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from filled import filled
 
-from holdfast.coordinator.kernel.state import Ask, CoreState
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.errors import ProtocolError
 from holdfast.kubernetes.tasks.coordinator_link import said_of
 from holdfast.protocol.engine_orders import EngineOrders
+from holdfast.protocol.health import Ask
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_view import COMMON, JobView, ReceivedView
 from holdfast.protocol.ledger import add_incident

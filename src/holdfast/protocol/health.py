@@ -116,6 +116,18 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A user's rule over logs that defines how much is a fault; it need not be seen twice."""
 
 
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a person is to look at."""
+
+    at_s: float
+    """On the core's clock."""
+    node: str
+    rule: str
+    text: str
+    incident: int = 0
+    """Its number; 0: it is about none."""
+
+
 class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One check of one node."""
 

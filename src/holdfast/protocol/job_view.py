@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ProtocolError
+from holdfast.protocol.health import Ask
 from holdfast.protocol.ledger import IncidentFacts
 from holdfast.protocol.wire.decoding import decode
 
@@ -76,22 +77,10 @@ class Goodput(TimeShares, frozen=True, kw_only=True):
     """The last hour."""
 
 
-class AskView(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a person is to look at."""
-
-    at_s: float
-    """On the core's clock."""
-    node: str
-    rule: str
-    text: str
-    incident: int = 0
-    """Its number; 0: it is about none."""
-
-
 class HealthView(msgspec.Struct, frozen=True, kw_only=True):
     """What the job knows of machines."""
 
-    asks: list[AskView] = []
+    asks: list[Ask] = []
     quarantine: dict[str, str] = {}
     """Machine to why it is not used."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import Remember
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.state import KEPT_ASKS, TEXT_CHARS, Ask, Incident, Node
+from holdfast.coordinator.kernel.state import KEPT_ASKS, TEXT_CHARS, Incident, Node
 from holdfast.protocol import ledger
+from holdfast.protocol.health import Ask
 
 
 def remember(context: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.engine_orders import EngineOrder, EngineTraits, ProvideNode
-from holdfast.protocol.health import CLUSTER_NAME, Remedy, Severity
+from holdfast.protocol.health import CLUSTER_NAME, Ask, Remedy, Severity
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.messages import Generation, Ready, Stop
 from holdfast.protocol.notices import NoticeCause
@@ -319,18 +319,6 @@ class Act(msgspec.Struct, omit_defaults=True, kw_only=True):
     def done(self) -> bool:
         """It is over, well or not."""
         return self.done_s is not None
-
-
-class Ask(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Something that a person is to look at."""
-
-    at_s: float
-    """On the core's clock."""
-    node: str
-    rule: str
-    text: str
-    incident: int = 0
-    """Its number; 0: it is about none."""
 
 
 class Checking(msgspec.Struct, omit_defaults=True):

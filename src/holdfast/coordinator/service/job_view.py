@@ -14,7 +14,6 @@ from holdfast.checkpoint.policy import Retention
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import (
-    Ask,
     Blame,
     CoreState,
     Incident,
@@ -31,7 +30,6 @@ from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.protocol import units
 from holdfast.protocol.job_view import (
-    AskView,
     BlameView,
     Goodput,
     HealthView,
@@ -128,7 +126,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         median_s=median_s,
         t_s=round(now - state.began_s, 3),
         health=HealthView(
-            asks=[_ask(a) for a in state.health.asks],
+            asks=list(state.health.asks),
             # A copy: who compares two moments must not be given the same dict for both.
             quarantine=dict(state.health.quarantine),
         ),
@@ -138,10 +136,6 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         blame=shown_blame(membership.blame) if membership.blame else None,
         saving=saving(state, now),
     )
-
-
-def _ask(ask: Ask) -> AskView:
-    return AskView(at_s=ask.at_s, node=ask.node, rule=ask.rule, text=ask.text, incident=ask.incident)
 
 
 def _incident(state: CoreState, incident: Incident) -> IncidentView:
