@@ -22,7 +22,7 @@ def test_goodput_falls_with_size():
 
 
 def test_a_terminal_shows_every_curve():
-    from holdfast.tools.plan.plots import print_curves
+    from holdfast.tools.plots import print_curves
 
     said = io.StringIO()
     print_curves(said, "cost", candidates.cost_by_spares(INPUTS, 4), "spares")
@@ -35,7 +35,7 @@ def test_a_terminal_shows_every_curve():
 
 def test_pictures_as_files(tmp_path):
     pytest.importorskip("matplotlib")
-    from holdfast.tools.plan.plots import draw_curves, draw_waterfall
+    from holdfast.tools.plots import draw_curves, draw_waterfall
 
     draw_curves(tmp_path / "a" / "x.svg", "x", candidates.cost_by_spares(INPUTS, 2), "spares", "cost")
     way = c.evaluate(INPUTS, c.PEERS, 0, True)

@@ -80,7 +80,7 @@ def run(
 
 def _chart(inputs: Inputs, best: Candidate) -> None:
     from holdfast.tools.plan import candidates
-    from holdfast.tools.plan.plots import print_curves
+    from holdfast.tools.plots import print_curves
 
     by_size = candidates.goodput_by_size(inputs, best.spares, best.waits)
     print_curves(sys.stdout, "goodput against cluster size (doubling)", by_size, "nodes", percent=True)
@@ -91,7 +91,7 @@ def _chart(inputs: Inputs, best: Candidate) -> None:
 
 def _draw(inputs: Inputs, best: Candidate, folder: Path, kind: str) -> None:
     from holdfast.tools.plan import candidates
-    from holdfast.tools.plan.plots import draw_curves, draw_waterfall
+    from holdfast.tools.plots import draw_curves, draw_waterfall
 
     by_size = candidates.goodput_by_size(inputs, best.spares, best.waits)
     draw_curves(
