@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.coordinator.kernel.incidents import COORDINATOR
-from holdfast.observe.incident_report import RUNGS, story, unheeded
+from holdfast.observe.incident_report import RUNGS, belonging, story, unheeded
 
 SOURCES = "".join(
     p.read_text() for p in (Path(holdfast.__file__).parent / "coordinator/membership").glob("*.py")
@@ -72,6 +72,43 @@ def test_a_finding_and_what_came_of_it():
     )
     assert "  injected: " not in text
     assert "of which detect 0.10 s, decide 0.20 s" in text
+
+
+def test_one_worker_that_fails_again_and_again_has_each_failure_in_its_own_incident():
+    """Nothing is started anew at level 2: the same worker fails, is injected the same fault, and at last is killed."""
+    worker, fault = "n1.0#2", "raise:every=2s"
+    entries = [(0.0, "formed", {"generation": 1, "start": 0, "world": 2, "workers": [worker], "restore": [], "applied": False, "source": "live"})]  # fmt: skip
+    for number in (1, 2, 3):
+        at_s = 2.0 * number
+        struck = INCIDENT | {"id": number, "workers": [worker], "generation": number, "t_s": at_s, "rule": None, "fault": fault, "injected": True}  # fmt: skip
+        entries += [
+            (at_s, "fault-injected", {"fault": fault, "fault_kind": "raise", "node": "n1", "worker": worker, "rank": 1, "step": number}),
+            (at_s, "failed", {"worker": worker, "rank": 1, "node": "n1", "step": number, "cause": f"failure {number}"} | ({"incidents": [1]} if number == 1 else {})),
+            (at_s, "broke", {"generation": number, "step": number, "reason": f"break {number}"}),
+            (at_s, "incident-opened", struck),
+            (at_s + 0.1, "formed", entries[0][2] | {"generation": number + 1, "incidents": [number]}),
+            (at_s + 0.1, "incident-closed", struck),
+        ]  # fmt: skip
+    entries.append((6.2, "worker-exited", {"node": "n1", "worker": worker, "code": -9, "log": ""}))
+    for number in (1, 2, 3):
+        found = belonging(number, ledger(*entries))
+        first = 1 + 6 * (number - 1)
+        assert [e["seq"] for e in found] == [*range(first, first + 6), *([19] if number == 3 else [])]
+
+
+def test_an_injection_belongs_to_its_incident_whomever_it_struck_first():
+    """A gradient that is not finite is noticed by another worker than the one that it was injected into."""
+    injected = {
+        "fault": "nan:rank=0",
+        "fault_kind": "nan",
+        "node": "n0",
+        "worker": "n0.0#1",
+        "rank": 0,
+        "step": 3,
+    }
+    incident = INCIDENT | {"injected": True, "fault": "nan:rank=0", "workers": ["n1.0#2"]}
+    entries = ledger((4.0, "fault-injected", injected), (4.0, "incident-opened", incident))
+    assert belonging(1, entries) == entries
 
 
 def test_an_incident_that_no_rule_found():

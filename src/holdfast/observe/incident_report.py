@@ -8,16 +8,18 @@ from typing import Any
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text, severity_text
-from holdfast.protocol.ledger import add_incident, phases_text
+from holdfast.protocol.ledger import FACTS, add_incident, phases_text
 
 Entry = Mapping[str, Any]
 
+COORDINATOR = "coordinator"
+"""The rung of an incident in which only the coordinator was lost, see `coordinator.kernel.incidents`."""
 RUNGS = {
     "spare": "workers of other nodes, which waited, took the places of those that were lost",
     "restart": "new workers were started on the same node",
     "go on smaller": "training went on with fewer workers",
     "retry in process": "the same workers went on, and no process was started",
-    "coordinator": "another coordinator took over, and training went on meanwhile",
+    COORDINATOR: "another coordinator took over, and training went on meanwhile",
 }
 """How an incident was repaired, by `IncidentFacts.rung`: what the word means."""
 INJECTED = "put in on purpose, by --fault or `holdfast fault`: no machine and no script is to blame"
@@ -25,8 +27,8 @@ INJECTED = "put in on purpose, by --fault or `holdfast fault`: no machine and no
 _OF_AN_INCIDENT = frozenset(
     f"incident-{what}" for what in ("opened", "joined", "explained", "resumed", "closed", "settled")
 )
-_OF_A_WORKER = frozenset({"failed", "worker-exited"})
-_OF_A_GENERATION = frozenset({"broke", "collective-error"})
+_BEGINS = frozenset({"started", "formed"})
+"""Of generations."""
 
 
 def story(number: int, entries: Sequence[Entry]) -> list[str]:
@@ -66,26 +68,75 @@ def belonging(number: int, entries: Sequence[Entry]) -> list[Entry]:
     named = [e for e in entries if _names(e, number)]
     facts = [e["fields"] for e in named if e["kind"] in _OF_AN_INCIDENT]
     workers = {name for f in facts for name in f.get("workers") or []}
-    generations = {f["generation"] for f in facts if f.get("generation")}
     inspections = {e["fields"].get("inspection") for e in named if e["kind"] == "stall-judged"} - {None, 0}
-    faults = {f["fault"] for f in facts if f.get("injected")}
-    nodes = {f.get("node") for f in facts} | {None}
+    injections = _injections(facts, entries)
+    newest = _newest_of_each_worker(entries)
+    during = _generations(entries)
+    struck = _struck(named, entries, during)
 
     def mine(entry: Entry) -> bool:
         kind, fields = entry["kind"], entry["fields"]
+        in_it = during[entry["seq"]] in struck
+        # What names other incidents is theirs alone, but for the end of a generation, which several may have struck. A worker
+        # that is not restarted may fail again and again, of another incident each time.
+        others = bool(fields.get("incidents"))
         return (
             _names(entry, number)
-            or (kind in _OF_A_WORKER and fields.get("worker") in workers)
-            or (kind in _OF_A_GENERATION and fields.get("generation") in generations)
+            or (kind == "failed" and fields.get("worker") in workers and in_it and not others)
+            or (kind == "worker-exited" and newest.get(fields.get("worker")) == number and not others)
+            or (kind == "broke" and in_it)
             or (kind == "stalled" and fields.get("inspection") in inspections)
-            or (
-                kind == "fault-injected"
-                and fields.get("fault") in faults
-                and (fields.get("worker") in workers or fields.get("node") in nodes)
-            )
+            or entry["seq"] in injections
         )
 
     return [e for e in entries if mine(e)]
+
+
+def _generations(entries: Sequence[Entry]) -> dict[int, int]:
+    """By `seq` of an entry, that of the entry that began the generation in which it was written; 0: not among these. Their
+    numbers do not do: at another level they are counted anew."""
+    begun, during = 0, {}
+    for entry in entries:
+        if entry["kind"] in _BEGINS:
+            begun = entry["seq"]
+        during[entry["seq"]] = begun
+    return during
+
+
+def _struck(named: Sequence[Entry], entries: Sequence[Entry], during: Mapping[int, int]) -> set[int]:
+    """The generations that an incident struck, as `_generations` knows them: that in which it was opened, and those that its later
+    facts name, where it struck again. Of an incident in which training went on there is none, whatever ends that generation later."""
+    begins = [e for e in entries if e["kind"] in _BEGINS]
+    found = set()
+    for entry in named:
+        f = entry["fields"]
+        if entry["kind"] not in FACTS or f.get("quiet") or f.get("rung") == COORDINATOR:
+            continue
+        if entry["kind"] == "incident-opened":
+            found.add(during[entry["seq"]])
+        of_it = (
+            b for b in begins if b["fields"]["generation"] == f.get("generation") and b["seq"] < entry["seq"]
+        )
+        found |= {b["seq"] for b in list(of_it)[-1:]}
+    return found
+
+
+def _newest_of_each_worker(entries: Sequence[Entry]) -> dict[str | None, int]:
+    """The newest incident that struck each worker: its process ends once, so its end is of no other."""
+    facts = [e["fields"] for e in entries if e["kind"] in _OF_AN_INCIDENT]
+    return {name: f["id"] for f in sorted(facts, key=lambda f: f["id"]) for name in f.get("workers") or []}
+
+
+def _injections(facts: Sequence[Entry], entries: Sequence[Entry]) -> set[int]:
+    """`seq` of the injections that an incident is of. A fault may be injected again and again, into the same worker; an incident's
+    time is that of its own."""
+    there = [e for e in entries if e["kind"] == "fault-injected"]
+    found = set()
+    for f in facts:
+        same = [e for e in there if f.get("injected") and e["fields"].get("fault") == f["fault"]]
+        if same:
+            found.add(min(same, key=lambda e: abs(e["t_s"] - f["t_s"]))["seq"])
+    return found
 
 
 def _names(entry: Entry, number: int) -> bool:
