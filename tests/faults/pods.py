@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from kubejobs import accept
 
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects import render
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.pod import Farewell
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.protocol.network.sockets import host_and_port

@@ -1,7 +1,11 @@
 """HoldfastJobs for the tests."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
+
+from holdfast.kubernetes.objects.check import check, convert
+from holdfast.kubernetes.objects.resource import HoldfastJob
 
 NAME = "llm"
 MINIMAL: dict[str, Any] = {
@@ -15,6 +19,12 @@ MINIMAL: dict[str, Any] = {
         },
     },
 }
+
+
+def accept(right: Mapping[str, Any]) -> HoldfastJob:
+    """An object that can work, in its types."""
+    assert check(right) == ()
+    return convert(right)
 
 
 def job(**changes: Any) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from kubejobs import job, put
+from kubejobs import accept, job, put
 
 from holdfast.kubernetes.names import LABEL_QUEUE
-from holdfast.kubernetes.objects.check import RefusedJob, accept, check
+from holdfast.kubernetes.objects.check import check
 from holdfast.kubernetes.objects.resource import quantity, snapshot_bytes, workers_of_node
 
 CONTAINER = "spec.template.spec.containers.0"
@@ -163,8 +163,7 @@ def test_a_wrong_field_is_refused(changes: dict[str, Any], path: str, accepted: 
     assert found.path == path
     assert accepted in found.accepted
     assert found.path in str(found)
-    with pytest.raises(RefusedJob, match="accepted: "):
-        accept(wrong)
+    assert "accepted: " in str(found)
 
 
 def test_all_wrong_fields_are_told_at_once() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakeapi import refused
+from kubejobs import accept
 from kubejobs import job as asked
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
@@ -12,7 +13,6 @@ from test_kube_reconcile import BEGUN, NOW_S, actions, observed, pod, said, stat
 
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects import render
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.kubernetes.objects.status import ConditionType, WaitingForMachines, timestamp
 from holdfast.kubernetes.policy.plan import DeleteObject, MakeObject, Observed, SizeGroup

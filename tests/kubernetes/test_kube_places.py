@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kubejobs import accept
 from kubejobs import job as asked
 from liveapi import LiveApi
 from operating import PODS, operated
 from test_kube_reconcile import actions, observed, pod, said
 
 from holdfast.kubernetes.names import NO_PLACE, NOTE_PLACE, PLACE_FILE
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.machine import MachineSeen, machine_seen
 from holdfast.kubernetes.objects.render import agent_pod
 from holdfast.kubernetes.pods.pod import read_place

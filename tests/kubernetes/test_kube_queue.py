@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kubejobs import accept
 from kubejobs import job as asked
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
@@ -11,7 +12,6 @@ from test_kube_reconcile import BEGUN, NOW_S, actions, condition, observed, pod,
 
 from holdfast.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
 from holdfast.kubernetes.objects import kueue
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.kueue import Where, WorkloadSeen
 from holdfast.kubernetes.objects.machine import MachineSeen
 from holdfast.kubernetes.objects.pod import Farewell, PodSeen

@@ -4,9 +4,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from kubejobs import accept
 from kubejobs import job as asked
 
-from holdfast.kubernetes.objects.check import accept, check
+from holdfast.kubernetes.objects.check import check
 from holdfast.kubernetes.objects.machine import MachineSeen
 from holdfast.kubernetes.objects.pod import Farewell, PodSeen
 from holdfast.kubernetes.objects.status import (

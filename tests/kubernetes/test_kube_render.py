@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from kubejobs import job, put
+from kubejobs import accept, job, put
 
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects import render
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.pod import pod_seen
 from holdfast.kubernetes.objects.render import job_spec
 from holdfast.kubernetes.objects.resource import HoldfastJob

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from kubejobs import accept
 
 from holdfast.cli.app import main as cli
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.render import job_spec
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from kubejobs import accept
 from kubejobs import job as asked
 
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.pod import PodSeen
 from holdfast.kubernetes.objects.status import ConditionType
 from simkube.cluster import Cluster

@@ -6,10 +6,10 @@ import random
 from collections import Counter
 
 import msgspec
+from kubejobs import accept
 from kubejobs import job as asked
 
 from holdfast.kubernetes.names import LABEL_QUEUE
-from holdfast.kubernetes.objects.check import accept
 from holdfast.kubernetes.objects.pod import PodSeen
 from holdfast.kubernetes.objects.status import ConditionType
 from holdfast.kubernetes.policy import queues

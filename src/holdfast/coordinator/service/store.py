@@ -388,10 +388,6 @@ class Store:
         if steps:
             rollups.roll_up(self._db, steps, self._dropped.floors)
 
-    def _newest_place(self) -> int:
-        """Of the commit that the ledger learned of last; 0: there is none."""
-        return int(self._db.execute("select coalesce(max(place), 0) from steps").fetchone()[0])
-
     def series(
         self, first: int = 0, last: int | None = None, points: int = rollups.POINTS
     ) -> dict[str, list[Any]]:

@@ -60,14 +60,6 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.path}: {'is missing' if self.value is None else shown}; accepted: {self.accepted}"
 
 
-class RefusedJob(HoldfastError):
-    """The object cannot work. What is wrong with it is in `problems`."""
-
-    def __init__(self, found: tuple[Problem, ...]) -> None:
-        super().__init__("; ".join(map(str, found)))
-        self.problems = found
-
-
 def check(job: Mapping[str, Any]) -> tuple[Problem, ...]:
     """Everything that is wrong with the object, as a user wrote it; empty: it can be taken."""
     found = [
@@ -79,17 +71,6 @@ def check(job: Mapping[str, Any]) -> tuple[Problem, ...]:
         return tuple(found)
     made = convert(job)
     return (*_of_spec(made.spec), *_of_gang(made), *_of_queue(made))
-
-
-def accept(job: Mapping[str, Any]) -> HoldfastJob:
-    """The object in its types.
-
-    Raises:
-        RefusedJob: it cannot work.
-    """
-    if found := check(job):
-        raise RefusedJob(found)
-    return convert(job)
 
 
 def convert(job: Mapping[str, Any]) -> HoldfastJob:
