@@ -635,8 +635,12 @@ class Trained(Worker):
 
     @contextmanager
     def updates(self, scheduler, skipped):
-        self.state.buffer_rules.commit(skipped)
-        yield
+        try:
+            self.state.buffer_rules.commit(skipped)
+            yield
+        except BaseException:
+            self.committing.release()  # or the others would wait for ever, and nobody would see the error
+            raise
 
     def end_update(self, step, resolved):
         self.committing.release()

@@ -30,6 +30,19 @@ from holdfast.protocol.network.lookup import Lookup
 from holdfast.protocol.network.range_server import RangeServer, Request
 from holdfast.protocol.wire.frames import Codec, encode
 
+_log = logging.getLogger(__name__)
+_codec: Codec[m.ToAgent] = Codec(m.ToAgent)
+RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+ANSWER_S = 10.0
+"""How long a coordinator may take to answer. The launcher's socket accepts connections while there is none."""
+SILENT_BEATS = 4
+"""So many heartbeats without a word of its machine's kernel, and it is lost: the time to detect a lost node."""
+QUIET_BEATS = 20
+"""So many heartbeats without a word of the coordinator, and it is asked for one: five times the time to detect a lost node, after
+which a coordinator that hangs is ended by who keeps it running."""
+ANSWER_BEATS = 4
+"""So many more without an answer, and this node looks for another one."""
+
 
 def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
     """Makes the kernel end the connection when the other machine's kernel is silent for this long. A process there that
@@ -61,20 +74,6 @@ def unheard_s(websocket: aiohttp.ClientWebSocketResponse) -> float | None:
         return float(_LAST_ACK.unpack_from(told, _LAST_ACK_AT)[0]) / 1000
     except (OSError, struct.error):  # the connection ends just now, or it is none of TCP
         return None
-
-
-_log = logging.getLogger(__name__)
-_codec: Codec[m.ToAgent] = Codec(m.ToAgent)
-RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
-ANSWER_S = 10.0
-"""How long a coordinator may take to answer. The launcher's socket accepts connections while there is none."""
-SILENT_BEATS = 4
-"""So many heartbeats without a word of its machine's kernel, and it is lost: the time to detect a lost node."""
-QUIET_BEATS = 20
-"""So many heartbeats without a word of the coordinator, and it is asked for one: five times the time to detect a lost node, after
-which a coordinator that hangs is ended by who keeps it running."""
-ANSWER_BEATS = 4
-"""So many more without an answer, and this node looks for another one."""
 
 
 class CoordinatorLink:

@@ -15,6 +15,19 @@ from holdfast.observe.inotify import Inotify
 from holdfast.observe.log_tail import appended
 from holdfast.protocol.job import LOG_KEPT_SHARE
 
+_log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""Of include/uapi/linux/falloc.h."""
+
+LOOK_S = 1.0
+"""A worker exceeds its limit by at most what it writes in this time. (inotify would wake the agent for every line that is written,
+and tells nothing of a network file system's other clients.)"""
+ALIGN_BYTES = 1 << 20
+"""A hole ends at a multiple of this, which is one of the block size of every file system: a part of a block would not be
+given back, but filled with zeros that readers take for data."""
+
 
 class LogFollower:
     """Prints what one worker writes, including what it wrote before it was chosen."""
@@ -82,20 +95,6 @@ class LogFollower:
         """Prints the rest and closes the descriptor."""
         self._copy()
         self.inotify.close()
-
-
-_log = logging.getLogger(__name__)
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-"""Of include/uapi/linux/falloc.h."""
-
-LOOK_S = 1.0
-"""A worker exceeds its limit by at most what it writes in this time. (inotify would wake the agent for every line that is written,
-and tells nothing of a network file system's other clients.)"""
-ALIGN_BYTES = 1 << 20
-"""A hole ends at a multiple of this, which is one of the block size of every file system: a part of a block would not be
-given back, but filled with zeros that readers take for data."""
 
 
 class LogLimit:

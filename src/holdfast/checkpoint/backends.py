@@ -624,8 +624,6 @@ def _is_free(lock: Path) -> bool:
 
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
 _lists = msgspec.msgpack.Decoder(list[bytes])
-
-
 _values = msgspec.msgpack.Decoder()
 
 

@@ -209,7 +209,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = VERSION
     job: str
     phase: str
-    """A `coordinator.kernel.phases.JobPhase`."""
+    """A `coordinator.kernel.state.JobPhase`."""
     outcome: str | None = None
     reason: str | None = None
     cause: str | None = None

@@ -256,12 +256,8 @@ class HeldState:
 
 
 WINDOW_BYTES = 256 << 10
-
-
 WINDOW_TENSORS = 8
 """A look reads no more of either: some 50 us for the bytes, and 20 us for each tensor."""
-
-
 EVERY_BLOCKS = 4
 """A look after every so many blocks of `BLOCK_STEPS` steps."""
 
@@ -381,8 +377,6 @@ def _windows(pieces: Iterable[_Piece]) -> Iterator[_Window]:
 
 
 SMALL_BYTES = 1 << 20
-
-
 SAMPLES = 512
 
 

@@ -178,12 +178,8 @@ def trains_on_cpu(optimizer: Any) -> bool:
 
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-
-
 LAST_GROUPS = 8
 """Of so many groups the end of a script is told: it is kept for every worker that has left."""
-
-
 _WORD = 128
 """Characters of a name, at most."""
 

@@ -392,7 +392,7 @@ class Run:
             samples = str(Path(ledger).absolute()) if ledger else ""
             replica = self._enroll(modules, batches.count(), cursor, reduction, until, samples)
             loss = math.nan
-            while not replica.stopped and (replica.committed) < until:
+            while not replica.stopped and replica.committed < until:
                 self._warn(replica)
                 self._tell_size(replica)
                 self._step = Step(

@@ -44,6 +44,8 @@ from holdfast.protocol.faults import NODE_FAULTS, FaultKind
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.machine.processes import ThreadTimes, kernel_id, memory_stall_s, thread_times
 
+_log = logging.getLogger(__name__)
+
 
 class _Silence:
     """How long one silent agent has waited for a processor or for memory, from the first look at it on."""
@@ -193,7 +195,6 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-_log = logging.getLogger(__name__)
 LAST_S = 10.0
 """How long a job that ends waits for a ledger that cannot be written. What it trained is in its checkpoints."""
 HANDED_OVER = "handed-over"

@@ -51,8 +51,6 @@ from holdfast.protocol.snapshots import DurableTier
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
 UNREAD_SHOWN = 8
-
-
 OPEN_SHOWN = 8
 SLOW_SHOWN = 20
 RANKS_AT_ONCE = 500

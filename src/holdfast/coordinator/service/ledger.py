@@ -28,6 +28,8 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.messages import LedgerMark
 from holdfast.protocol.place import nearness
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 RETRY_S = 0.5
@@ -294,7 +296,6 @@ def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None)
         future.set_result(result)
 
 
-_log = logging.getLogger(__name__)
 PART_BYTES = 4 << 20
 BASE_AGAIN_BYTES = 64 << 20
 """After so many bytes of pages a holder is sent a new base: what it keeps does not grow with the job's length."""

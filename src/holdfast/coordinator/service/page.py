@@ -19,7 +19,7 @@ from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
 from holdfast.coordinator.service import job_view, worker_output
 from holdfast.coordinator.service.all_starts import launches
 from holdfast.coordinator.service.store import LedgerEntry, Store, began_utc_s
-from holdfast.observe.incident_report import belonging, story
+from holdfast.observe.incident_report import story
 from holdfast.observe.printable import printable
 from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
@@ -465,7 +465,7 @@ def _incident_told(store: Store, told: Story, known: Mapping[str, Any]) -> dict[
     number = known["id"]
     around = [msgspec.structs.asdict(e) for e in _around(store, known)]
     entries = [e for e in around if e["seq"] <= known["seqs"][1]]
-    lines = story(number, belonging(number, around))
+    lines = story(number, around)
     return {
         "incident": {k: v for k, v in known.items() if k != "seqs"},
         "story": [printable(line) for line in lines],

@@ -28,6 +28,8 @@ from holdfast.protocol.engine_orders import EngineOrder, as_announced, kind_of
 from holdfast.protocol.job_view import CHANGED, COMMON, HEAD, WHOLE, NodeRow, ViewChange
 from holdfast.protocol.messages import Generation
 
+_log = logging.getLogger(__name__)
+
 ROWS_AT_ONCE = 100
 """So many rows are looked at before others have their turn: a millisecond where all of them are made anew."""
 WORKERS_AT_ONCE = 8 * ROWS_AT_ONCE
@@ -216,8 +218,6 @@ def _change(values: dict[str, Any], nodes: list[bytes], workers: list[bytes]) ->
 def _announced(kind: str, value: bytes) -> bytes:
     return b'{"kind":%s,"value":%s}' % (msgspec.json.encode(kind), value)
 
-
-_log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.2
 STATUS_SHARE = 20
