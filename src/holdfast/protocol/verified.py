@@ -1,4 +1,5 @@
-"""Which checkpoints were read back and compared with their checksums, and when: lines in the folder of the job that saves them.
+"""What was verified, kept in the job's folder: which checkpoints were read back and compared with their checksums, and whether
+every sample came once.
 
 What is not in it was not read back as far as anybody knows here; that is not the same as damaged.
 """
@@ -80,6 +81,13 @@ NOTE = "samples-checked.json"
 EPOCHS_KEPT = 100
 """Of a record with more epochs: those that something is wrong with, and the newest."""
 NOTE_BYTES = 1 << 20
+
+
+# ---------------------------------------------------------------- sample check
+# Whether every sample came once: what the newest check of a job's record of samples found, kept in the job's folder.
+#
+# `holdfast data samples` reads the record, which may take minutes, and writes this. The page and the report read this
+# alone, so a look at a job costs the same however much was recorded.
 
 
 class EpochSeen(msgspec.Struct, frozen=True, kw_only=True):

@@ -168,6 +168,13 @@ class CollectiveCounts:
 _Work: Any = dist.Work
 
 
+# ---------------------------------------------------------------- sent messages
+# Messages between two workers of a replica, such as those between the stages of a pipeline.
+#
+# They are begun at once and waited for later: a schedule sends an activation and wants a gradient back in one go, and
+# whoever waited for its send first would wait for a peer that does the same.
+
+
 class Message(_Work):  # type: ignore[misc]
     """What torch gets for a message. A wait for it is ended by an abort, which gloo's own would not be."""
 

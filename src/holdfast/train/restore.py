@@ -1,4 +1,4 @@
-"""Where a worker's state comes from when it has none: peers, snapshot memory, a durable tier."""
+"""Where a worker's state comes from when it has none: peers, snapshot memory, a durable tier. And how it is written to a tier when the job ends early."""
 
 from __future__ import annotations
 
@@ -168,6 +168,12 @@ class StateRestorer:
                 restoring.add(nbytes, total)
 
         return seen
+
+
+# ---------------------------------------------------------------- checkpoint restore
+# Live tensors to and from a durable tier, without a detour over snapshot memory.
+#
+# For the one checkpoint that a job writes when it ends early, and for a start from a tier.
 
 
 def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) -> Image:

@@ -644,6 +644,14 @@ def _callables(
     return parts
 
 
+# ---------------------------------------------------------------- loss scale
+# The scale of the loss for fp16, as `torch.amp.GradScaler` has it: what becomes of it in a commit.
+#
+# The scaler's own `step` and `update` cannot be used: they decide by the gradients that are here, and of a sharded model
+# other workers have others. The decision is made from the gradient that all have agreed on, so every replica gets the same
+# scale.
+
+
 class Scaler(Protocol):
     """What is used of a `torch.amp.GradScaler`."""
 

@@ -1,4 +1,4 @@
-"""What each panel of the page shows, as plain values: a state's facts and a story of the ledger in, JSON out. Pure.
+"""What each panel of the page shows, and what safety costs the job, as plain values: a state's facts and a story of the ledger in, JSON out. Pure.
 
 Facts are a dict that `coordinator.service.job_view` makes of the core's state. Unknown is None, durations are seconds.
 """
@@ -571,6 +571,12 @@ RECOVERY = (
     TimeClass.DETECT, TimeClass.DECIDE, TimeClass.REPLACE, TimeClass.JOIN, TimeClass.RESTORE, TimeClass.FIRST_STEP,
 )  # fmt: skip
 """Classes of time that failures take, beside the steps that are done again."""
+
+
+# ---------------------------------------------------------------- cost
+# What safety costs this job, by its own figures, and what another interval between snapshots would cost.
+#
+# The formulas are those of `holdfast plan`; nothing is assumed that the job has not shown itself.
 
 
 def cost(story: Story, goodput: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from holdfast.train.step import Scaler, Step
 
 
+# ---------------------------------------------------------------- rank zero
+# What one worker does for all: loggers, and the files of checkpoints. All workers must know where these are, since any of
+# them may be rank 0 after a fault.
+
+
 def take_over(trainer: Any) -> None:
     """This worker is rank 0 now, in the place of another one, and writes into the same files."""
     for logger in trainer.loggers:

@@ -1,4 +1,5 @@
-"""Whether a node that comes may be used: what its basic checks found, its history, and the deep checks that it owes."""
+"""Whether a node that comes may be used: what its basic checks found, its history, and the deep checks that it owes. And who
+leaves again when a better one is there."""
 
 from __future__ import annotations
 
@@ -262,6 +263,12 @@ def cleared(context: Context, machine: str, rule: str, remember: bool = False) -
 
 
 LEMON = "lemon"
+
+
+# ---------------------------------------------------------------- lemons
+# A machine that its history calls a lemon, and that trains because there was no other: it leaves when there is one.
+#
+# At level 2 only, at a step's edge. At level 0 every change is a restart of all, and a start takes lemons last anyway.
 
 
 def advance(context: Context) -> None:

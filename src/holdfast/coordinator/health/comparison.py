@@ -1,4 +1,4 @@
-"""Workers against their peers: who is slow, since when, and what it costs.
+"""Workers against their peers: who is slow, since when, and what it costs; and whose losses or gradients are wrong.
 
 What is compared lives in `Peers` and is no part of the state: after a crash the next coordinator looks anew. What was
 found is in the state.
@@ -31,6 +31,11 @@ GRADIENT_APART = "gradient-apart"
 TIMES = 3
 """At so many different steps a node alone brings what is not finite, until a person is asked for: by chance, as the
 data's doing, that is one in the square of the nodes."""
+
+
+# ---------------------------------------------------------------- silent corruption
+# What losses and gradients say of the workers that brought them: a jump of the loss, and a node whose part is wrong again
+# and again, which may be a processor that computes wrongly without noticing.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The nodes taken together: how many were acted on lately, and what many report at once."""
+"""The nodes taken together: how many were acted on lately, what many report at once, and so what may be done about a finding."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ BACK_OFF_MOST_S = 3600.0
 SOFT_SOURCES = frozenset({"worker", "peers", "log"})
 """What these say of a node may as well be the script's doing or the network's: a majority that is well must stand
 against it, and it must come twice; unless it is firm: a user said how much of it is a fault."""
+
+
+# ---------------------------------------------------------------- escalation
+# Which rung of the ladder is next, and whether it may be taken: pure functions of what was tried before.
+#
+# restart worker -> reset device -> reboot -> replace -> ask a person
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -1,4 +1,6 @@
-"""Nodes and workers by phase: whoever asks for the few that leave does not look at the thousands that train."""
+"""Nodes and workers by phase, and what must be true of the state.
+
+Whoever asks for the few that leave does not look at the thousands that train."""
 
 from __future__ import annotations
 
@@ -266,6 +268,13 @@ def _within(place: NodePlace) -> Iterator[NodePlace]:
 
 
 _USED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
+
+
+# ---------------------------------------------------------------- validate
+# What must always be true of the state, after every event.
+#
+# The random schedules check it after each of theirs, and a coordinator that is started with HOLDFAST_VALIDATE=1 does so
+# too.
 
 
 def validate(state: CoreState) -> list[str]:

@@ -24,6 +24,13 @@ from holdfast.protocol.snapshots import Copy, Holder, Key, Shard
 # ---------------------------------------------------------------- times and phases
 
 
+# ---------------------------------------------------------------- deadlines
+# The one owner of deadlines: every timer of the core is set, cleared and asked here.
+#
+# There are two kinds. A timer of the job is set to a time (`Timers`, part of the state). One of a node or a worker follows
+# from what is known of it, such as when it was last heard (`Watch`, found anew from the state by each process).
+
+
 class Timer(StrEnum):
     """What a time is for."""
 

@@ -1,4 +1,5 @@
-"""Workers that fail, die or do not move: what it means, and who or what is to blame."""
+"""Workers that fail, die or do not move: what it means, and who or what is to blame. The second half is about hangs, where
+everyone stands still and nobody says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who is there: agents that come, come back and are lost, the workers they start, and requests for more."""
+"""Who is there: agents that come, come back and are lost, alone or with a whole place; the workers they start, and requests
+for more."""
 
 from __future__ import annotations
 

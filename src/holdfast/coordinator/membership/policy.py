@@ -1,4 +1,5 @@
-"""Decisions as pure functions: who is in, what a broken step becomes, who is at fault."""
+"""Decisions as pure functions: who is in, what a broken step becomes, who is at fault, and who holds up a script that does not
+know of Holdfast."""
 
 from __future__ import annotations
 
@@ -125,6 +126,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """At level 0 and 1: optimizer steps in this start of the one that has fewest; None: not known."""
     again: bool = False
     """Nor can be told whether it is any of them, before another generation has failed in the same way."""
+
+
+# ---------------------------------------------------------------- positions
+# Who holds up scripts that do not know of Holdfast: how far each rank is, in optimizer steps and collectives. Pure.
+#
+# Such a script says nothing of the phases of its steps. But its optimizer steps are counted, and torch remembers which
+# collective each rank entered last. All members of a group enter the same ones in the same order, so a rank that has
+# entered fewer is waited for by those that stand in the next one.
 
 
 def find_culprits(

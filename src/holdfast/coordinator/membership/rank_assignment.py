@@ -1,4 +1,4 @@
-"""Who holds which shard in which replica: pure.
+"""Who holds which shard in which replica, and who is near to whom: pure.
 
 A replica of several workers has one worker for every shard of the state. The workers that hold the same shard are a
 *column*. Survivors keep their shard, because they have its state, but not always their replica: two replicas that lost
@@ -22,6 +22,15 @@ Path = tuple[str, ...]
 """A place, and in it the node. Nodes whose place is not known have a place of their own."""
 
 S = TypeVar("S", bound=Hashable)
+
+
+# ---------------------------------------------------------------- locality
+# Places form a tree, from the outermost names in, and below the innermost stands the node itself. Two workers are the
+# nearer the more of the tree they share. Every function here first uses up what is nearest and then what is further out. In
+# a tree that is best at every level at once, because what is matched within a place can never be missing further out: of
+# `a` seats and `b` workers within a place, the smaller number is matched there in any case.
+#
+# Nothing is decided here for a job of which no place is known.
 
 
 class Standing(msgspec.Struct, frozen=True):

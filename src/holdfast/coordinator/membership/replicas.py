@@ -1,4 +1,5 @@
-"""Replicas of several workers: what the core knows of their shape, and who is to be built for which shard."""
+"""Replicas of several workers: what the core knows of their shape, who is to be built for which shard, and the process groups
+inside them."""
 
 from __future__ import annotations
 
@@ -169,6 +170,15 @@ def _nearest(context: Context, spare: Sequence[Worker], shard_index: int) -> Wor
     found = match({w: standing.paths[w] for w in lost}, [w.name for w in spare], standing.paths)
     names = set(list(found.values())[:1])
     return next((w for w in spare if w.name in names), spare[0])
+
+
+# ---------------------------------------------------------------- replica groups
+# The process groups inside complete replicas, which outlive a generation as long as nobody of theirs is lost.
+#
+# When a generation breaks, the workers of a healthy replica are in the middle of a step, and not all at the same call. Each
+# says how many calls of each group it has begun, and all go on to the largest number of each group. On its way a worker may
+# have to begin a call of another group, which others then go on to as well. When all stand, all leave the step there. So
+# nothing is half sent between them, and the next generation uses the same connections.
 
 
 def members(context: Context, replica: int) -> list[Worker]:

@@ -1,4 +1,6 @@
-"""Where the wall time goes: every second since the job's start is in exactly one class.
+"""Where the wall time goes, and how fast the job gets on.
+
+Every second since the job's start is in exactly one class.
 
 There is one open stretch of time. Whoever changes what the job does ends it here, and the next one begins at the same
 moment, so the classes add up to the wall time whatever happens. What is learned later only moves seconds from one class to
@@ -43,6 +45,13 @@ def pace_went_back(state: CoreState) -> None:
     """The job stands where it is now: steps beyond it did not stay, and got it nowhere."""
     here = _position(state)
     state.membership.pace = [(at_s, min(step, here)) for at_s, step in state.membership.pace]
+
+
+# ---------------------------------------------------------------- pace
+# How fast the job gets on, by wall time, and when it will be done: the one place where both are counted.
+#
+# What counts is where the job stands, and when. So whatever takes time between two commits (the script's evaluation, a slow
+# loader, a recovery, steps that are done again) makes the rate lower, as it makes the job longer.
 
 
 def steps_per_s(state: CoreState, now: float) -> float | None:

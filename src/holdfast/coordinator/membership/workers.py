@@ -1,4 +1,5 @@
-"""What workers report while all is well: that they attached, that they are ready, and what they committed."""
+"""What workers report while all is well: that they attached, that they are ready, what they committed, and what their script
+logs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,11 @@ from holdfast.coordinator.kernel.state import CoreState, Timer, Worker, WorkerPh
 from holdfast.coordinator.membership import failures, replicas, resize, wall_time
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+
+# ---------------------------------------------------------------- script metrics
+# What scripts log with `run.log`: the newest value of each name in the state, every value in the ledger.
+#
+# They are rank 0's: a value is the same on all replicas, or each rank has another one and nobody could say which is meant.
 
 
 def heard(state: CoreState, told: m.Progress) -> None:

@@ -1,4 +1,4 @@
-"""The only path from an event to an action.
+"""The only path from an event to an action, the clock that drives it, and agents that this machine kept from speaking.
 
 Connections and timers put events into an inbox. One task takes all events that wait there, lets the core decide, waits
 until the decision is written, and then carries it out. The next events gather meanwhile. However long a write takes, no
@@ -45,6 +45,16 @@ from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.machine.processes import ThreadTimes, kernel_id, memory_stall_s, thread_times
 
 _log = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------- starvation
+# Which agents are silent for want of a processor or of memory, as far as this machine's kernel knows.
+#
+# On a machine that is overloaded an agent may not get to speak for seconds, and is well. One that is stopped, hangs, or is
+# cut off does not wait for a processor while it is silent: so only that time counts as silence in which no thread of it
+# did. Nor does the time count in which nothing on the machine could run, because the kernel looked for memory for all.
+# Agents on other machines cannot be looked at. There an agent has its machine to itself, and threads that mostly sleep get
+# a processor before those that compute.
 
 
 class _Silence:
@@ -146,6 +156,13 @@ class Starving:
                 silences[node] = _Silence(heard_s, now, self._times(self._pids[node]), self._stall())
         self._silences = silences
         return starved
+
+
+# ---------------------------------------------------------------- clock
+# The core's clock: seconds that never go back, across machines too.
+#
+# A machine's own steady clock counts from its boot. A coordinator that goes on with the state of one on another machine
+# therefore carries the times over by UTC.
 
 
 class Anchor(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""Where the histories of machines are kept: a SQLite file, or a PostgreSQL database that many sites' jobs share.
+"""Where the histories of machines are kept: a SQLite file, or a PostgreSQL database that many sites' jobs share; and how a
+running job reads and writes them.
 
 A history that cannot be had is never a reason not to train: whoever uses this says so and goes on.
 """
@@ -228,6 +229,12 @@ def now_s() -> float:
 
 PAST_S = 2.0
 PAUSE_S = 60.0
+
+
+# ---------------------------------------------------------------- history writer
+# The history of machines beside a running job: read as nodes join, written as decided, on a thread of its own.
+#
+# A database that is slow or away costs a joining node two seconds once, and is then left alone for a minute.
 
 
 class Memory:

@@ -1,4 +1,6 @@
-"""The ledger beside the event loop. One thread writes it, another reads it, and what cannot be written waits.
+"""The ledger beside the event loop, and its copies at agents.
+
+One thread writes it, another reads it, and what cannot be written waits.
 
 A disk that is full, read-only, broken or gone must cost a job nothing. So a write that fails is tried again for as long as
 the job lives, and one that hangs holds up only its thread. What is to be written meanwhile is one page, which grows: after
@@ -300,6 +302,19 @@ PART_BYTES = 4 << 20
 BASE_AGAIN_BYTES = 64 << 20
 """After so many bytes of pages a holder is sent a new base: what it keeps does not grow with the job's length."""
 _encoder = msgspec.msgpack.Encoder()
+
+
+# ---------------------------------------------------------------- ledger copies
+# Copies of the ledger at agents, where its file ends with the coordinator's machine.
+#
+# Each page goes to a few agents in the moment in which it is given to the writer, before anything that it decides is done.
+# An agent that becomes one of them is sent a copy of the file first. A successor asks all agents and goes on from the
+# newest copy (`service.gathering`). Nobody waits for an agent: a successor that lacks the last page is told again what
+# happened since, as one whose predecessor died before it could write.
+#
+# A node that is lost keeps nothing that a successor could ask for, so another one takes its place at once. Its connection
+# does not say so: to a machine without power it may stand for a quarter of an hour. A node that comes back has missed pages
+# meanwhile. It is told to keep none, or a successor that hears it first would go on from an old ledger.
 
 
 @dataclass

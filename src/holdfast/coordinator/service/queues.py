@@ -1,4 +1,4 @@
-"""Events that wait for the core, in the order in which they came.
+"""Events that wait for the core, in the order in which they came, and what waits to be sent to agents.
 
 They wait while the ledger is written, which may take long. What comes many times a second must not pile up meanwhile: of
 signs of life one of each node is enough, and words of progress add up to one of each worker.

@@ -44,6 +44,12 @@ RESERVED_MEMORY_SHARE = 0.8
 """Of the container's memory limit, snapshots may have so much: the worker needs the rest, and tmpfs counts against it."""
 
 
+# ---------------------------------------------------------------- against schema
+# Compares a value with a structural schema, as the API server does, but tells what is accepted in words of one line each.
+#
+# Pure. The command line uses it before anything is sent, and the operator where an older CRD let something through.
+
+
 class Problem(msgspec.Struct, frozen=True):
     """One field that cannot be taken as it is."""
 

@@ -126,6 +126,11 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
         return not self.ended and not self.deleting
 
 
+# ---------------------------------------------------------------- reading
+# Kubernetes' objects as `observed` has them. Pure. What is missing in an object is unknown, and an object that is not ours
+# is None: a pod counts by its owner's uid, never by its labels, which anybody can write.
+
+
 def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
     """A pod of the job of this uid; None: it is somebody else's."""
     metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})

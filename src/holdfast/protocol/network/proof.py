@@ -128,6 +128,13 @@ PATH = "/metrics"
 """The one HTTP path that it opens, for GET."""
 
 
+# ---------------------------------------------------------------- scrape token
+# What a Prometheus shows to read `/metrics`, and nothing else, of every job of a home.
+#
+# A job's own token opens everything, and each start makes a new one. One entry of `scrape_configs` has one token for all of
+# its targets, so there is one for the home that lasts.
+
+
 def home_of(job_dir: Path) -> Path | None:
     """The home of a job's folder; None: it is in none, so nobody looks for its jobs there."""
     folder = job_dir.absolute()
