@@ -106,16 +106,6 @@ def goodput(mtbf_s: float, interval_s: float, cost_s: float, recovery_s: float) 
     return 1.0 / run_time_s(1.0, mtbf_s, interval_s, cost_s, recovery_s)
 
 
-def goodput_first_order(mtbf_s: float, interval_s: float, cost_s: float, recovery_s: float) -> float:
-    """1 - (R + tau/2) / M, over 1 + d/tau: for comparison with the exact form, which is used everywhere else. It is wrong by
-    ten points where failures come every half hour, and negative soon after.
-
-    Source: A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024).
-    """
-    half = (recovery_s + interval_s / 2) / mtbf_s
-    return (1 - half) / (1 + (cost_s / interval_s if interval_s else 0.0))
-
-
 # ---------------------------------------------------------------- days and money
 
 
@@ -148,23 +138,12 @@ def cost(days: float, gpus: int, price_per_gpu_hour: float) -> float:
 # ---------------------------------------------------------------- spares
 
 
-def spares_for(nodes: int, rate_per_node_hour: float, repair_hours: float, probability: float) -> int:
-    """The fewest spares with which a failure finds one free with this probability.
-
-    Nodes in repair are Poisson with mean N lambda * repair (Palm's theorem: whatever the distribution of repair times),
-    and a failure sees their time average; a spare is free while fewer are in repair than there are spares.
-    """
-    mean = nodes * rate_per_node_hour * repair_hours
-    spares = 0
-    # It ends, because the probability rises to 1 with the spares for any mean. Counting up gives the fewest
-    # without an inverse that would have to be rounded.
-    while spare_free(spares, mean) < probability:
-        spares += 1
-    return spares
-
-
 def spare_free(spares: int, in_repair: float) -> float:
-    """The probability that a failure finds a spare free, with `in_repair` nodes in repair on average."""
+    """The probability that a failure finds a spare free, with `in_repair` nodes in repair on average.
+
+    Nodes in repair are Poisson (Palm's theorem: whatever the distribution of repair times), and a failure sees their time
+    average; a spare is free while fewer are in repair than there are spares.
+    """
     return _poisson_cdf(spares - 1, in_repair)
 
 

@@ -9,13 +9,11 @@ from holdfast import formulas as f
 H = 3600.0
 
 
-def test_the_exact_form_and_the_first_order_beside_it():
-    """Monte Carlo of the same model, recovery 600 s, cost 30 s, Daly's interval; the first order drifts off."""
-    for mtbf_h, simulated, off in [(3.09, 0.8796, 0.003), (0.5, 0.594, 0.065)]:
+def test_the_exact_form():
+    """Monte Carlo of the same model, recovery 600 s, cost 30 s, Daly's interval."""
+    for mtbf_h, simulated in [(3.09, 0.8796), (0.5, 0.594)]:
         asked = mtbf_h * H, f.daly_interval_s(30, mtbf_h * H), 30, 600
         assert f.goodput(*asked) == pytest.approx(simulated, abs=1e-3)
-        assert f.goodput(*asked) - f.goodput_first_order(*asked) == pytest.approx(off, abs=0.002)
-    assert f.goodput_first_order(1800, f.daly_interval_s(120, 1800), 120, 1800) < 0
 
 
 @given(st.floats(0.1, 600), st.floats(60, 1e6), st.floats(0.3, 3))
@@ -48,10 +46,7 @@ def test_confidence_intervals_of_rates():
 
 
 def test_spares():
-    assert f.spares_for(100, 0.0, 24, 0.99) == 1
-    mean = 1024 * 0.0002 * 24
-    needed = f.spares_for(1024, 0.0002, 24, 0.99)
-    assert f.spare_free(needed, mean) >= 0.99 > f.spare_free(needed - 1, mean)
+    assert f.spare_free(1, 0.0) == 1.0
     assert f.spare_free(0, 1.0) == 0.0
     assert f.spare_free(1, 1.0) == pytest.approx(math.exp(-1))
 

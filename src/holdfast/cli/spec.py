@@ -218,7 +218,7 @@ def plan_places(given: NodeOptions, known: KnownNodes) -> dict[str, NodePlace]:
     ours = {name: place for name, place in found.items() if re.fullmatch(known.names, name)}
     if not ours:
         raise UsageError(
-            f"--topology {given.topology}: the file does not name any of this job's nodes, which are {known.examples}"
+            f"--topology {given.topology}: the file does not name any of this job's nodes{f', which are {known.examples}' if known.examples else ''}"
         )
     return ours
 

@@ -249,9 +249,13 @@ class Launcher(ABC):
             error = None
             try:
                 await self._carry_out(engine, order)
-            # One order that fails must not end this task: those after it have nobody else to carry them out.
-            except (HoldfastError, OSError) as failure:
-                error = str(failure)
+            # One order that fails must not end this task, not even by a mistake in an engine of another package: those
+            # after it have nobody else to carry them out.
+            except Exception as failure:  # noqa: BLE001 - an engine of another package may raise anything
+                expected = isinstance(failure, (HoldfastError, OSError))
+                error = str(failure) if expected else f"{type(failure).__name__}: {failure}"
+                if not expected:
+                    _log.exception("%s failed", kind_of(order))
                 self.note(f"{kind_of(order)}: {error}")
             self._acknowledge(OrderDone(order.order_id, error))
 

@@ -31,13 +31,13 @@ _LOST_WITH_OTHERS = (causes.ConnectionClosed, causes.NodeSilent)
 """What the loss of a switch or of the power looks like. Whatever else takes a node out is about that node alone."""
 
 
-def began(context: Context, incident: Incident, node: Node, cause: causes.Cause) -> None:
+def place_lost(context: Context, incident: Incident, node: Node, cause: causes.Cause) -> None:
     """This incident is the loss of a node: others of its place may follow."""
     if node.place and not incident.lost_nodes and _may_be_shared(incident, cause):
         incident.lost_nodes, incident.lost_at_s, incident.place = [node.name], context.now, node.place
 
 
-def join(context: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> Incident | None:
+def join_place(context: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> Incident | None:
     """The incident of the nodes that are being lost together with this one, which now is a part of it; None: there is
     none."""
     if not node.place or not isinstance(cause, _LOST_WITH_OTHERS):
@@ -258,11 +258,11 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
         # incident is this node's; a second one would charge the restart budget twice.
         incident = context.mode.explain_earlier(context, node, part, cause)
     if incident is None and announced is None and membership.phase is not JobPhase.STOPPING:
-        incident = join(context, node, part, cause)
+        incident = join_place(context, node, part, cause)
     if incident is None and part and membership.phase is not JobPhase.STOPPING:
         incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
     if incident is not None and announced is None:
-        began(context, incident, node, cause)
+        place_lost(context, incident, node, cause)
     # Health first, storage second, the engine third, the mode last: what the mode decides (a new generation,
     # a stop) needs the result of the others.
     context.request(NoteNodeLost(node, incident if announced is None else None))

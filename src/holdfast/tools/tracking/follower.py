@@ -50,6 +50,10 @@ def _kind_of(target: str, shown: str) -> tuple[TrackerKind, str]:
     name, _, where = target.partition(":")
     point = plugins.find(plugins.TRACKERS, name)
     kind: TrackerKind | None = point.load() if point is not None else None
+    if point is not None and not (
+        callable(kind) and hasattr(kind, "needs_target") and hasattr(kind, "check")
+    ):
+        raise point.broken("not a TrackerKind of holdfast.tools.tracking.base")
     if kind is None or (not where and kind.needs_target):
         raise UsageError(f"{shown}: {HOW}")
     return kind, where
