@@ -28,14 +28,14 @@ async def agent(job_dir, *command):
     """An agent process and the coordinator that it has."""
     (job_dir / "token").write_text("token")
     (job_dir / "sleeper.py").write_text(SLEEPER)
-    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec(name="job", script="sleeper.py")))
-    arguments = ["--node=n0", f"--job-dir={job_dir}", "--slots=1", f"--memory={job_dir / 'memory'}"]
+    spec = JobSpec(name="job", script="sleeper.py", preload=("holdfast.train.worker",))
+    (job_dir / "spec.json").write_bytes(msgspec.json.encode(spec))
+    arguments = ["--node=n0", f"--job-dir={job_dir}", f"--memory={job_dir / 'memory'}"]
     async with serving(job_dir) as coordinator:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *command,
             *arguments,
-            "--preload=holdfast.train.worker",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

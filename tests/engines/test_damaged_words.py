@@ -62,7 +62,7 @@ def test_a_damaged_identity_costs_nobody_s_memory(folder: Path, data: bytes) -> 
     ("module", "arguments"),
     [
         ("holdfast.coordinator", ("--listen=0",)),
-        ("holdfast.agent", ("--node=n0", "--slots=1", "--memory=/nowhere")),
+        ("holdfast.agent", ("--node=n0", "--memory=/nowhere")),
     ],
     ids=["coordinator", "agent"],
 )
@@ -75,3 +75,12 @@ def test_a_process_that_starts_says_one_line(folder: Path, module: str, argument
     assert line.startswith(
         f"holdfast: the {module.partition('.')[2]} cannot start: {folder}/token is damaged"
     )
+
+
+def test_an_agent_without_a_specification_says_one_line(folder: Path) -> None:
+    (folder / "spec.json").write_text("{}")
+    command = python_module("holdfast.agent", f"--job-dir={folder}", "--node=n0", "--memory=/nowhere")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"holdfast: the agent cannot start: {folder}/spec.json is damaged")

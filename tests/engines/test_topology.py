@@ -1,5 +1,6 @@
 """Where nodes stand: read from a file, from Slurm and from the environment, and refused with the line that is wrong."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from holdfast.engines.slurm import Slurm
 from holdfast.engines.ssh import Ssh
 from holdfast.engines.topology import expand, parse_topology, place_of_variables, read_topology
 from holdfast.errors import UsageError
+from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions
 from holdfast.protocol.place import PLACE_VARIABLE, common, nearness, parse_place, shown
 
@@ -136,8 +138,10 @@ def test_a_bad_variable_is_refused_before_anything_starts(tmp_path, monkeypatch,
     monkeypatch.setenv(PLACE_VARIABLE, "zone a/rack")
     with pytest.raises(UsageError, match=f"{PLACE_VARIABLE}: .* the name 'zone a'"):
         plan_places(NodeOptions(), Local().nodes(None))
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "spec.json").write_bytes(msgspec.json.encode(JobSpec(name="job", script="train.py")))
     with pytest.raises(SystemExit):
-        agent(["--node=a", f"--job-dir={tmp_path}", "--slots=1", f"--memory={tmp_path}"])
+        agent(["--node=a", f"--job-dir={tmp_path}", f"--memory={tmp_path}"])
     assert PLACE_VARIABLE in capsys.readouterr().err
 
 

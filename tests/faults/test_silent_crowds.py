@@ -94,7 +94,7 @@ def test_a_coordinator_serves_its_job_through_a_flood(tmp_path, monkeypatch, few
             # Nothing can raise it: the limit itself has to be lived with.
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS)),
         )
-    arguments = agent_arguments(spec, folder.path, "n0", "127.0.0.1", tmp_path / "memory")
+    arguments = agent_arguments(folder.path, "n0", "127.0.0.1", tmp_path / "memory")
     agent = None
     try:
         with stranger(rich(flooding(listening.getsockname()[1], first), few_files)) as said:

@@ -155,7 +155,7 @@ def test_an_agent_tells_a_stranger_nothing_and_obeys_no_order_of_his(job, tmp_pa
     )
     assert len(order) < 1 << 16
     frame = b"\x82\x7e" + len(order).to_bytes(2, "big") + order
-    arguments = agent_arguments(spec_of(tmp_path), job.path, "n0", "127.0.0.1", tmp_path / "memory")
+    arguments = agent_arguments(job.path, "n0", "127.0.0.1", tmp_path / "memory")
     command = [sys.executable, "-m", "holdfast.agent", *arguments]
     with stranger(listening(frame)) as said:
         token = left_to(job, said.recv())

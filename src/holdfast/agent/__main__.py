@@ -10,83 +10,84 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from holdfast import logs
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import UsageError
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job import JobSpec
 from holdfast.protocol.network.lookup import parse_address
 from holdfast.protocol.network.sockets import raise_descriptor_limit
 from holdfast.protocol.place import PLACE_VARIABLE, parse_place
-from holdfast.protocol.wire.stored import read_stored_word
+from holdfast.protocol.wire.stored import START_ANEW, read_stored, read_stored_word
 
 _log = logging.getLogger("holdfast.agent")
+_specs = msgspec.json.Decoder(JobSpec)
 SWITCH_S = 0.0005
 """Threads that sum and send snapshots hold the interpreter for a moment at a time; the loop that workers and the
 coordinator wait for gets its turn ten times sooner than by default."""
 
 
-def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -> int:
-    """Runs the agent until the job is over; returns the exit code. zygote: one that was forked for it."""
-    parser = argparse.ArgumentParser(prog="holdfast.agent")
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--job-dir", type=Path, required=True)
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Of what is the node's own. All else an agent reads in its job's folder."""
+    made = argparse.ArgumentParser(prog="holdfast.agent")
+    made.add_argument("--node", required=True)
+    made.add_argument("--job-dir", type=Path, required=True)
+    made.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="address where it listens; by default the address in the job's folder",
     )
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--preload", default="torch")
-    parser.add_argument("--detection", type=float, default=Timing().detection_s)
-    parser.add_argument("--stall-factor", type=float, default=Timing().stall_factor)
-    parser.add_argument("--memory", type=Path, required=True, help="folder of the snapshot memory")
-    parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of the free memory")
-    parser.add_argument(
-        "--place", help=f"location of this node, as zone/rack; by default the value of {PLACE_VARIABLE}"
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--memory", type=Path, required=True, help="folder of the snapshot memory")
+    made.add_argument(
+        "--place",
+        help=f"location of this node, as zone/rack; by default the job's, else the value of {PLACE_VARIABLE}",
     )
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
-    parser.add_argument("--ready-port", type=int, help="takes connections once the node has joined")
-    parser.add_argument(
-        "--join-within", type=float, help="seconds in which it has to find its first coordinator"
+    made.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
+    made.add_argument("--ready-port", type=int, help="takes connections once the node has joined")
+    made.add_argument(
+        "--coordinator-is-late", action="store_true", help="the first one may take as long to come as a node"
     )
-    parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine, too")
-    parser.add_argument("--lifeline", type=int)
-    parser.add_argument("--log", default="", help="LEVEL[,json] of the agent's own log")
-    parser.add_argument("--log-file", type=Path, help="gets the log; without it stderr does")
-    given = parser.parse_args(arguments)
-    try:
-        place = parse_place(given.place or os.environ.get(PLACE_VARIABLE, ""))
-    except ValueError as error:
-        parser.error(f"{'--place' if given.place else PLACE_VARIABLE}: {error}")
-    config = AgentConfig(
-        node=given.node,
-        job_dir=given.job_dir,
-        slots=given.slots,
-        host=given.host,
-        preload=tuple(given.preload.split(",")),
-        timing=Timing(given.detection, given.stall_factor),
-        memory=given.memory,
-        budget_bytes=given.memory_bytes,
-        place=place,
-        grace_s=given.grace,
-        shared_machine=given.shared_machine,
-        ready_port=given.ready_port,
-        join_s=given.join_within,
-        lookup=parse_address(given.coordinator, "--coordinator") if given.coordinator else None,
-        log=given.log,
-    )
+    made.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine, too")
+    made.add_argument("--lifeline", type=int)
+    made.add_argument("--log-file", type=Path, help="gets the log; without it stderr does")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -> int:
+    """Runs the agent until the job is over; returns the exit code. zygote: one that was forked for it."""
+    given = (made := parser()).parse_args(arguments)
     os.umask(0o077)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
     try:
-        token = read_stored_word(config.job_dir / "token")
+        token = read_stored_word(given.job_dir / "token")
+        spec = read_stored(given.job_dir / "spec.json", _specs, START_ANEW)
     except (OSError, UsageError) as error:
         sys.stderr.write(f"holdfast: the agent cannot start: {error}\n")
         return 1
+    of_job = spec.places.get(given.node, ())
+    try:
+        place = parse_place(given.place or "") or of_job or parse_place(os.environ.get(PLACE_VARIABLE, ""))
+    except ValueError as error:
+        made.error(f"{'--place' if given.place else PLACE_VARIABLE}: {error}")
+    config = AgentConfig(
+        spec=spec,
+        node=given.node,
+        job_dir=given.job_dir,
+        host=given.host,
+        memory=given.memory,
+        place=place,
+        grace_s=given.grace,
+        shared_machine=given.shared_machine,
+        ready_port=given.ready_port,
+        coordinator_is_late=given.coordinator_is_late,
+        lookup=parse_address(given.coordinator, "--coordinator") if given.coordinator else None,
+    )
     close_log = logs.configure(
-        given.log,
+        spec.log,
         {"job": config.job_dir.name, "node": config.node},
         file=given.log_file,
         secrets=(token,),

@@ -33,13 +33,12 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import Timing
 from holdfast.protocol.machine.notice_board import NoticeBoard
 from holdfast.protocol.machine.processes import kernel_id
 from holdfast.protocol.network.lookup import FolderLookup, Lookup
 from holdfast.protocol.network.sockets import listening
 from holdfast.protocol.place import NodePlace
-from holdfast.protocol.wire.stored import decode_file, read_stored_word
+from holdfast.protocol.wire.stored import read_stored_word
 
 _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -55,19 +54,14 @@ LEFTOVERS_S = 5.0
 class AgentConfig:
     """What an agent is started with."""
 
+    spec: JobSpec
+    """Of the job. The other fields are the node's own."""
     node: str
     job_dir: Path
-    slots: int
-    """Workers that run here at a time."""
     host: str
     """The address that the agent and its workers bind."""
-    preload: tuple[str, ...]
-    """Modules that the zygote imports."""
-    timing: Timing
     memory: Path
     """The folder of the node's snapshot memory."""
-    budget_bytes: int = 0
-    """Of the snapshot memory; 0: half of what is free."""
     place: NodePlace = ()
     """Where the node stands; empty: not known."""
     grace_s: float = 30.0
@@ -76,12 +70,10 @@ class AgentConfig:
     """Whether other nodes are on this machine too."""
     ready_port: int | None = None
     """Where whoever started this agent learns that it has joined: see `agent.ready`. None: nobody asks."""
-    join_s: float | None = None
-    """How long it looks for its first coordinator; None: as long as for a later one."""
+    coordinator_is_late: bool = False
+    """Its first coordinator may take as long to come as a node for which the job waits."""
     lookup: Lookup | None = None
     """How it finds the coordinator; None: by the job's folder."""
-    log: str = ""
-    """`LEVEL[,json]`, which the workers of this node inherit; empty: each process has its default."""
 
 
 class Agent:
@@ -93,8 +85,8 @@ class Agent:
         self._token = read_stored_word(config.job_dir / "token")
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._pool = WarmPool(config.slots, config.preload, zygote, config.shared_machine)
-        self._spec = decode_file(_specs.decode, config.job_dir / "spec.json")
+        self._spec = spec = config.spec
+        self._pool = WarmPool(spec.nproc, spec.preload, zygote, config.shared_machine)
         self._workers: dict[str, WorkerProcess] = {}
         self._leftovers = Leftovers()
         self._unwanted: set[str] = set()
@@ -104,14 +96,14 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = _free_ports(config.host, PORTS_OFFERED)
         self._follower = LogFollower(self._on_files_changed)
-        self._log_limit = LogLimit(self._spec.log_limit)
+        self._log_limit = LogLimit(spec.log_limit)
         self._keeper: SnapshotKeeper | None = None
         self._ledger_copy = LedgerCopy(config.job_dir / "nodes" / config.node)
         self._sending_ledger: asyncio.Task[None] | None = None
         self._leaving: m.Leaving | None = None
         self._notices = NoticeBoard()
         self._terminated_at = 0.0
-        self._health = self._spec.health
+        self._health = spec.health
         # A node that shares its machine with others has a part of its identity, and none of its devices for itself.
         root = Path("/")
         self._identity = identity(root, config.node if config.shared_machine else "", environ=os.environ)
@@ -136,17 +128,17 @@ class Agent:
             token=self._token,
             hello=self._hello,
             take=self._on_order,
-            orphan_s=config.timing.orphan_s,
+            orphan_s=spec.timing.orphan_s,
             orphaned=self._on_orphaned,
-            heartbeat_s=config.timing.heartbeat_s,
+            heartbeat_s=spec.timing.heartbeat_s,
             lost=self._on_connection_lost,
-            join_s=config.join_s,
+            join_s=spec.timing.wait_s if config.coordinator_is_late else None,
         )
         self._repairs = Repairs(config.shared_machine, self._link.send)
         self._checks = NodeChecks(
             node=config.node,
             host=config.host,
-            slots=config.slots,
+            slots=spec.nproc,
             folder=config.job_dir,
             memory=config.memory,
             send=self._link.send,
@@ -181,7 +173,7 @@ class Agent:
             self._watcher.start(),
         )
         _log.info(
-            "ready to join", extra={"slots": self._config.slots, "snapshot_port": self._port_of_snapshots}
+            "ready to join", extra={"slots": self._spec.nproc, "snapshot_port": self._port_of_snapshots}
         )
         conversation = asyncio.create_task(self._link.run())
         conversation.add_done_callback(self._on_link_ended)
@@ -220,7 +212,7 @@ class Agent:
         config = self._config
         try:
             return SnapshotKeeper(
-                config.memory, config.budget_bytes, config.host, self._token, self._link.send
+                config.memory, self._spec.saving.budget_bytes, config.host, self._token, self._link.send
             )
         except TierError as error:
             _log.warning("this node keeps no snapshots: %s", error, extra={"folder": config.memory})
@@ -284,7 +276,7 @@ class Agent:
             node=config.node,
             session=self._session,
             host=config.host,
-            slots=config.slots,
+            slots=self._spec.nproc,
             pid=os.getpid(),
             ports=self._ports,
             workers=views,
@@ -414,7 +406,7 @@ class Agent:
             slot=order.slot,
             warm=warm,
             folder=self._logs,
-            timing=config.timing,
+            timing=self._spec.timing,
             on_message=self._on_message,
             stalled=self._on_stall,
             exited=self._on_exit,
@@ -430,8 +422,8 @@ class Agent:
         # torchrun's, one for each start: `torch.distributed.elastic`'s @record writes the error into it.
         env["TORCHELASTIC_ERROR_FILE"] = str(worker.log.with_suffix(".error.json"))
         env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        if config.log:
-            env[LOG_VARIABLE] = config.log
+        if self._spec.log:
+            env[LOG_VARIABLE] = self._spec.log
         worker.tell(
             m.Start(
                 worker=order.worker,
@@ -717,7 +709,7 @@ class Agent:
         loop.remove_reader(lifeline)
         # Twice the time that a stop in order takes. An agent that ended sooner would take its workers from a
         # job that is still saving its last state.
-        loop.call_later(2 * self._config.timing.stop_s, self._left_alone)
+        loop.call_later(2 * self._spec.timing.stop_s, self._left_alone)
 
     def _left_alone(self) -> None:
         self._launcher_lost = True
@@ -758,9 +750,6 @@ class Agent:
             self._link.failed(order, error)
         else:
             self._link.complain(f"{task.get_coro().__qualname__} ended", error)  # type: ignore[union-attr]
-
-
-_specs = msgspec.json.Decoder(JobSpec)
 
 
 def _size(path: Path) -> int:

@@ -94,7 +94,7 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
     log = logs / f"{given.node}.log"
     memory = jobs.memory_of(folder) / given.node
     arguments = [
-        *agent_arguments(spec, folder, given.node, _own_address(where), memory, given.place),
+        *agent_arguments(folder, given.node, _own_address(where), memory, given.place),
         f"--coordinator={given.address}",
         f"--log-file={log}",
         *(["--shared-machine"] if given.shared_machine else []),

@@ -39,7 +39,7 @@ class LocalProvider:
         self._reading: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._hooks_s = 2 * timeout_s() if spec.health.hooks else 0.0  # on-drain, then after-job
-        self._places: dict[str, NodePlace] = {}
+        self._racks: dict[str, NodePlace] = {}
         self._count = 0
         # Before any agent starts. A killed start left its snapshots under the names of its nodes, and this
         # start may have fewer.
@@ -52,9 +52,8 @@ class LocalProvider:
         return True
 
     async def _start(self, name: str) -> None:
-        spec = self._spec
-        place = self._places.get(name) or spec.places.get(name) or self._emptiest_rack()
-        arguments = agent_arguments(spec, self._job_dir, name, HOST, self._memory / name, place)
+        rack = self._racks.get(name) or self._emptiest_rack()
+        arguments = agent_arguments(self._job_dir, name, HOST, self._memory / name, rack)
         arguments.append("--shared-machine")
         # What an agent writes to its output is shown to the user, rank 0's own output among it: so only warnings go there.
         arguments.append(f"--log-file={self._job_dir / 'logs' / 'agents' / name}.log")
@@ -67,7 +66,7 @@ class LocalProvider:
         finally:
             # This copy has to go, or the output of an agent that ended would never reach its end.
             os.close(theirs)
-        self._agents[name], self._places[name] = process, place
+        self._agents[name], self._racks[name] = process, rack
         task = asyncio.create_task(self._read(process, ours))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
@@ -76,7 +75,7 @@ class LocalProvider:
         """Where the next node stands; empty when there are no racks."""
         # The emptiest by the nodes that live, so that a replacement goes where a node was lost.
         racks: list[NodePlace] = [(f"rack{i}",) for i in range(self._spec.racks)]
-        living = [self._places[n] for n, p in self._agents.items() if p.alive]
+        living = [self._racks[n] for n, p in self._agents.items() if p.alive]
         return min(racks, key=living.count, default=())
 
     async def _read(self, process: AgentProcess, pipe: int) -> None:

@@ -50,7 +50,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     await asyncio.to_thread(jobs.sweep_memory)
     agent = await asyncio.create_subprocess_exec(
         *python_module("holdfast.agent"),
-        *agent_arguments(spec, job_dir, here.node, here.host, memory / here.node, _place(spec, here)),
+        *agent_arguments(job_dir, here.node, here.host, memory / here.node, _place(spec, here)),
         f"--grace={grace_s:g}",
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -72,9 +72,9 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
 
 
 def _place(spec: JobSpec, here: ThisNode) -> NodePlace:
-    """Of the job's file; else what the agent's own environment says, and only then what Slurm knows."""
+    """What Slurm knows, where neither the job's file nor the agent's own environment says it."""
     if here.node in spec.places or PLACE_VARIABLE in os.environ:
-        return spec.places.get(here.node, ())
+        return ()
     return place_of_variables(os.environ)
 
 

@@ -234,8 +234,7 @@ class Node:
         logs = self._folder / "logs" / "agents"
         logs.mkdir(parents=True, exist_ok=True)
         self._memory = memory / order.node
-        place = order.spec.places.get(order.node, ())
-        arguments = agent_arguments(order.spec, self._folder, order.node, order.address, self._memory, place)
+        arguments = agent_arguments(self._folder, order.node, order.address, self._memory)
         arguments.append(f"--log-file={logs / order.node}.log")
         if order.shared_machine:
             arguments.append("--shared-machine")

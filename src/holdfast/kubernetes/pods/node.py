@@ -59,13 +59,13 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
     pod.prepare()
     memory = jobs.memory_of(pod.folder) / pod.name
     arguments = [
-        *agent_arguments(spec, pod.folder, pod.name, pod.host, memory, read_place(config)),
+        *agent_arguments(pod.folder, pod.name, pod.host, memory, read_place(config)),
         f"--coordinator={coordinator}",
         f"--grace={os.environ.get(GRACE_VARIABLE, '30')}",
         f"--ready-port={AGENT_PORT}",
         # The coordinator's image may still be on its way to another machine, and after the API server was away the cluster's DNS
         # may take more than a minute to tell of a new job. A pod that gave up would come again and begin to wait anew.
-        f"--join-within={spec.timing.wait_s}",
+        "--coordinator-is-late",
     ]
     # Also for one worker: pods share a machine, and torch counts all of its cores, not those of the pod's limit.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
