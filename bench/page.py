@@ -177,6 +177,7 @@ def made_up_state(nodes: int) -> CoreState:
                 node=f"node{n}",
                 slot=slot,
                 started_s=0.0,
+                awaited_s=0.0,
                 phase=WorkerPhase.MEMBER,
                 committed=1,
                 median_s=1.0,

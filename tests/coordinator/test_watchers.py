@@ -32,7 +32,7 @@ def job(nodes: int = 3) -> CoreState:
         name = f"n{n}"
         state.membership.nodes[name] = Node(name=name, session="s", host="h", slots=2, last_seen_s=0.0)
         for slot in range(2):
-            worker = Worker(name=f"{name}.{slot}#1", node=name, slot=slot, started_s=0.0)
+            worker = Worker(name=f"{name}.{slot}#1", node=name, slot=slot, started_s=0.0, awaited_s=0.0)
             worker.phase, worker.committed, worker.loss = WorkerPhase.MEMBER, 5, 1.0
             state.membership.workers[worker.name] = worker
     regroup(state)
@@ -63,7 +63,7 @@ def disturb(state: CoreState, rng: random.Random) -> None:
             rng.choice(list(state.membership.nodes.values())).failures += 1
         case 4:
             name = f"new{len(state.membership.workers)}"
-            made = Worker(name=name, node="n0", slot=0, started_s=1.0, phase=WorkerPhase.READY)
+            made = Worker(name=name, node="n0", slot=0, started_s=1.0, awaited_s=1.0, phase=WorkerPhase.READY)
             state.membership.workers[name] = made
         case _:
             regroup(state)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from holdfast.coordinator.health import admission, comparison, findings, remedies, triage
 from holdfast.coordinator.kernel import context, incidents
 from holdfast.coordinator.kernel.context import Context, Mode, R, Request
-from holdfast.coordinator.kernel.deadlines import Watched
+from holdfast.coordinator.kernel.deadlines import Watched, move_times
 from holdfast.coordinator.kernel.events import (
     Action,
     DurableFound,
@@ -336,13 +336,10 @@ class Core(Context):
             case DurableFound():
                 durable_checkpoints.found(self, event)
             case Recovered():
-                remedies.recovered(self)
                 nodes.recovered(self, event)
             case Overslept(away_s):
-                # Each part shifts its own times.
-                nodes.overslept(self, away_s)
-                remedies.overslept(self, away_s)
-                durable_checkpoints.overslept(self, away_s)
+                move_times(self.state, self.now, away_s)
+                self.watch.look_again()
             case Starved(name, waited_s):
                 nodes.starved(self, name, waited_s)
             case Tick():

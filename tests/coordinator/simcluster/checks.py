@@ -180,7 +180,7 @@ class Checks:
         recount = {
             Watched.SILENT: silent,
             Watched.VANISHED: vanished,
-            Watched.NOT_READY: [w.started_s + timing.start_s for w in starting],
+            Watched.NOT_READY: [w.awaited_s + timing.start_s for w in starting],
         }
         if core.mode.replaces_one:  # else nobody asks when workers should be ready, and an entry may go
             for kind, times in recount.items():

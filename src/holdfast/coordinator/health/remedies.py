@@ -168,25 +168,6 @@ def engine_traits(context: Context, traits: EngineTraits) -> None:
     context.state.health.engine = traits
 
 
-def overslept(context: Context, away_s: float) -> None:
-    """Nobody listened for so long: whoever has a time to answer in has as much of it as before."""
-    for node in context.state.membership.nodes.values():
-        if node.health.boots_until_s is not None:
-            node.health.boots_until_s += away_s
-        if node.health.checking is not None:
-            node.health.checking.until_s += away_s
-    for act in context.state.health.acts:
-        if act.until_s is not None:
-            act.until_s += away_s
-
-
-def recovered(context: Context) -> None:
-    """This process replaced another coordinator: a machine that was rebooted has its chance to come back to it."""
-    for node in context.state.membership.nodes.values():
-        if node.health.boots_until_s is not None:
-            node.health.boots_until_s = max(node.health.boots_until_s, context.now + context.timing.adopt_s)
-
-
 def came_back(context: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
     for before in [*context.nodes_in(NodePhase.LOST), *([known] if known is not None else [])]:

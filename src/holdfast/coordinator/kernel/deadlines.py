@@ -1,6 +1,6 @@
-"""Deadlines of nodes and workers.
+"""Deadlines of nodes and workers, and what becomes of all times when nobody listened.
 
-They follow from what is known of a node or a worker, such as when it was last heard, and each process finds them anew from the
+Deadlines follow from what is known of a node or a worker, such as when it was last heard, and each process finds them anew from the
 state. A timer of the job is set to a time instead (`state.Timers`). When the core has to look again is found by the comparison
 itself: see `Context.reached`.
 """
@@ -8,14 +8,16 @@ itself: see `Context.reached`.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from holdfast.coordinator.kernel.state import WorkerPhase
+import msgspec
+
+from holdfast.coordinator.kernel.state import CoreState, MembershipState, Moves, WorkerPhase
 from holdfast.protocol.job_options import Timing
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.state import MembershipState
 
 
 class Watched(StrEnum):
@@ -55,7 +57,7 @@ class Watch:
             if worker.phase is not WorkerPhase.GONE:
                 self.watch(Watched.VANISHED, name)
                 # Also of a member: at level 0 all are, and if their script comes to level 2 they start again.
-                self._enter(Watched.NOT_READY, name, worker.started_s + self._timing.start_s)
+                self._enter(Watched.NOT_READY, name, worker.awaited_s + self._timing.start_s)
 
     def watch(self, kind: Watched, name: str) -> None:
         """A node or worker has a deadline now, or an earlier one than before."""
@@ -117,4 +119,71 @@ class Watch:
         if kind is Watched.VANISHED:
             return None if worker.vanished_s is None else worker.vanished_s + self._timing.detection_s
         starting = worker.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-        return worker.started_s + self._timing.start_s if starting else None
+        return worker.awaited_s + self._timing.start_s if starting else None
+
+
+# ---------------------------------------------------------------- times in which nobody listened
+# One place moves all times of the state: which, and how, is said by their types (`state.Since`, `state.Until`), so a new one
+# is moved as soon as it is there.
+
+
+def move_times(state: CoreState, now: float, away_s: float) -> None:
+    """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
+    silence of theirs. Whoever has a time to answer in has as much of it as before."""
+    moved = {Moves.SINCE: lambda at_s: min(now, at_s + away_s), Moves.UNTIL: lambda at_s: at_s + away_s}
+    _move(state, moved)
+    for timer, at_s in state.deadlines.at_s.items():
+        if timer.awaits:
+            state.deadlines.set(timer, at_s + away_s)
+
+
+def resume_times(state: CoreState, now: float, away_s: float, back_s: float) -> None:
+    """As `move_times`, by a coordinator that replaced another one. Its predecessor may have listened after its last entry, so
+    whoever has a time to answer in has the rest of it, and in any case until they can be heard again.
+
+    away_s: since the last entry. back_s: when all that are there can have spoken.
+    """
+    _move(
+        state,
+        {Moves.SINCE: lambda at_s: min(now, at_s + away_s), Moves.UNTIL: lambda at_s: max(at_s, back_s)},
+    )
+    for timer in [timer for timer in state.deadlines.at_s if timer.awaits]:
+        state.deadlines.not_before(timer, back_s)
+
+
+def _move(value: Any, moved: dict[Moves, Callable[[float], float]]) -> None:
+    kind: Any = type(value)
+    for name, how in _parts(kind):
+        part = getattr(value, name)
+        if isinstance(part, int | float):
+            setattr(value, name, moved[how](part))
+        elif isinstance(part, msgspec.Struct):
+            _move(part, moved)
+        elif isinstance(part, dict) and how is not None:
+            part.update({key: moved[how](at_s) for key, at_s in part.items()})
+        elif part is not None:
+            for one in part.values() if isinstance(part, dict) else part:
+                _move(one, moved)
+
+
+@cache
+def _parts(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Fields of a struct in which there is a time that moves, each with its `Moves`; None: it is in the structs there."""
+    if not issubclass(kind, msgspec.Struct):
+        return ()
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for how in dict.fromkeys(_moves_in(hint)):
+            found.append((name, how))
+    return tuple(found)
+
+
+def _moves_in(hint: Any) -> Iterator[Moves | None]:
+    if get_origin(hint) is Annotated:
+        yield from (x for x in get_args(hint)[1:] if isinstance(x, Moves) and x is not Moves.NEVER)
+    elif get_origin(hint) in (Union, UnionType, list, dict):
+        for one in get_args(hint):
+            if one is not NoneType:
+                yield from _moves_in(one)
+    elif isinstance(hint, type) and _parts(hint):
+        yield None

@@ -5,9 +5,9 @@ Times are seconds on the clock that drives the core (`now` of `Core.handle`); No
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import StrEnum
+from enum import Enum, StrEnum
 from math import inf
+from typing import Annotated
 
 import msgspec
 
@@ -22,6 +22,30 @@ from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Copy, Holder, Key, Shard
 
 # ---------------------------------------------------------------- times and phases
+
+
+# ---------------------------------------------------------------- times
+# Every time says what becomes of it when nobody listened for a while, because this process did not run: `deadlines` moves
+# all of them in one place. A test holds that no field is a bare number of seconds.
+
+
+class Moves(Enum):
+    """What a time does when nobody listened for a while."""
+
+    NEVER = "never"
+    SINCE = "since"
+    UNTIL = "until"
+
+
+At = Annotated[float, Moves.NEVER]
+"""When something happened, or is to happen whoever listens, such as the end of an allocation."""
+Since = Annotated[float, Moves.SINCE]
+"""From when on somebody's silence, or a standstill, counts: it moves with what nobody could hear, but never beyond now. A node
+that has just spoken would otherwise be trusted into the future, and its loss found late by as much."""
+Until = Annotated[float, Moves.UNTIL]
+"""Up to when somebody has time to answer: as much of it as before."""
+Span = float
+"""A length of time."""
 
 
 # ---------------------------------------------------------------- deadlines
@@ -53,11 +77,16 @@ class Timer(StrEnum):
     ASK_AFTER = "ask-after"
     """The engine is asked for no node before."""
 
+    @property
+    def awaits(self) -> bool:
+        """Somebody else has time up to then. The others hold back what this coordinator does itself."""
+        return self in (Timer.LEAVE, Timer.STOP, Timer.INSPECT, Timer.WAIT, Timer.FORM)
+
 
 class Timers(msgspec.Struct):
     """The job's own timers. Written through these methods alone, by `membership`."""
 
-    at_s: dict[Timer, float] = {}
+    at_s: dict[Timer, At] = {}
     """When each is due, on the core's clock; one that is not set is absent."""
 
     def set(self, timer: Timer, at_s: float) -> None:
@@ -76,12 +105,6 @@ class Timers(msgspec.Struct):
     def is_set(self, timer: Timer) -> bool:
         """It has a time, be it over or not."""
         return timer in self.at_s
-
-    def postpone(self, timers: Iterable[Timer], by_s: float) -> None:
-        """Moves those that are set."""
-        for timer in timers:
-            if timer in self.at_s:
-                self.at_s[timer] += by_s
 
     def not_before(self, timer: Timer, at_s: float) -> None:
         """Moves it to this time if it is set to an earlier one."""
@@ -140,7 +163,7 @@ class InARow(msgspec.Struct, omit_defaults=True):
     """Restarts since the job came further."""
 
     count: int = 0
-    at_s: float | None = None
+    at_s: At | None = None
     """When the newest of them was counted."""
     generation: int = -1
     """The newest one then."""
@@ -167,7 +190,7 @@ class InARow(msgspec.Struct, omit_defaults=True):
 class Daily(msgspec.Struct, omit_defaults=True):
     """How much a count that only rises has risen in a day."""
 
-    since_s: float | None = None
+    since_s: At | None = None
     base: int = 0
 
     @property
@@ -269,7 +292,7 @@ class Evidence(msgspec.Struct, omit_defaults=True, kw_only=True):
     source: str
     """Where the rule saw it; `job` for what happened to the job itself."""
     text: str
-    at_s: float
+    at_s: At
     """When it was first seen, on the core's clock."""
     count: int = 1
     """How often."""
@@ -282,7 +305,7 @@ class Sighting(msgspec.Struct, omit_defaults=True, kw_only=True):
     node: str
     machine: str
     """The node's lasting identity."""
-    at_s: float
+    at_s: At
     """On the core's clock."""
     text: str = ""
     worker: str = ""
@@ -298,7 +321,7 @@ class Sighting(msgspec.Struct, omit_defaults=True, kw_only=True):
 class Act(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One remedy that was begun."""
 
-    at_s: float
+    at_s: At
     """When, on the core's clock; before the job's start where another job began it."""
     machine: str
     """The node's lasting identity."""
@@ -309,13 +332,13 @@ class Act(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Number of the incident that it is for; 0: for none of this job."""
     device: str = ""
     """Empty: the whole node, or not known."""
-    done_s: float | None = None
+    done_s: At | None = None
     """When it was over; None: it is under way."""
     error: str | None = None
     """Why it did not work; None: nothing says that it did not."""
     request: int = 0
     """Number of the order that an agent has yet to answer, or has answered; 0: no order is needed."""
-    until_s: float | None = None
+    until_s: Until | None = None
     """When the order is to be sent, or answered once it is sent, at the latest; None: nobody waits for it."""
     sent: bool = False
     """The agent has the order."""
@@ -333,7 +356,7 @@ class Checking(msgspec.Struct, omit_defaults=True):
 
     request: int
     """Number of the RunChecks."""
-    until_s: float
+    until_s: Until
     """On the core's clock; a node without an answer by then is turned away."""
     why: str
     """For people."""
@@ -365,7 +388,7 @@ class Slow(msgspec.Struct, kw_only=True):
     """Committed steps when that was found."""
     part: str
     """Of a step, in which it needs most more; for people."""
-    excess_s: float
+    excess_s: Span
     """How much longer than its peers it computes in a step."""
     share: float
     """Of a step's time, for which the others wait."""
@@ -373,11 +396,11 @@ class Slow(msgspec.Struct, kw_only=True):
     """How many they are, with it."""
     pair: bool = False
     """It has only one peer, so which of the two is at fault is not certain."""
-    lost_s: float = 0.0
+    lost_s: Span = 0.0
     """Training time that it has cost so far."""
     until_step: int | None = None
     """The step since which it is as fast as they are again, or gone; None: it is slow."""
-    asked_s: float = 0.0
+    asked_s: Span = 0.0
     """`lost_s` when its replacement was asked for last; 0: it was not."""
 
 
@@ -386,7 +409,7 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     sightings: list[Sighting] = []
     """Newest last."""
-    reports: dict[str, dict[str, float]] = {}
+    reports: dict[str, dict[str, At]] = {}
     """Rule to the machines that it matched on within the last minute, and when."""
     acts: list[Act] = []
     """Newest last; those of earlier jobs on a machine come as it joins."""
@@ -394,7 +417,7 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Machine to the reason why it is not used."""
     quarantine_rules: dict[str, str] = {}
     """Machine to the rule that it is in quarantine for, if a rule is the reason."""
-    reported_at_s: dict[str, float] = {}
+    reported_at_s: dict[str, At] = {}
     """What people were told, and when last: it is not said again at once."""
     asks: list[Ask] = []
     """Newest last."""
@@ -454,9 +477,9 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Ascending, in the generation that it struck."""
     at_step: int | None
     """Committed steps when it struck last."""
-    fault_at_s: float | None
+    fault_at_s: At | None
     """When the fault was; None: only its first sign is known."""
-    detected_at_s: float
+    detected_at_s: At
     """When its first sign came."""
     generation: int
     """The number of the generation that it struck."""
@@ -467,25 +490,25 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     injected: str | None = None
     """The injected fault as it was written; None: nobody injected it. For the record alone: what is decided is what would be
     decided for a fault that nobody injected."""
-    injected_at_s: float | None = None
+    injected_at_s: At | None = None
     """When it was injected; None: it was not, or what struck last was not."""
     workers: list[str] = []
     """Those that it took, or made fail."""
     rung: str | None = None
     """How the job went on from it, in words; None: not decided yet."""
-    decided_at_s: float | None = None
+    decided_at_s: At | None = None
     """When a generation without the fault was formed; None: not yet."""
-    replaced_at_s: float | None = None
+    replaced_at_s: At | None = None
     """When a newcomer was ready in the place of what was lost; None: not yet, or none is needed."""
-    joined_at_s: float | None = None
+    joined_at_s: At | None = None
     """When the last member so far was connected; None: none was yet."""
-    join_s: float | None = None
+    join_s: Span | None = None
     """The longest that a member needed to connect; None: not known."""
-    restore_s: float | None = None
+    restore_s: Span | None = None
     """The longest that a member needed to get the state; None: none had to."""
-    first_commit_at_s: float | None = None
+    first_commit_at_s: At | None = None
     """When training went on; None: it stands still."""
-    full_at_s: float | None = None
+    full_at_s: At | None = None
     """When it was closed, at full strength; None: it is open."""
     lost_steps: int | None = None
     """Steps that it made the job do again; None: not known."""
@@ -505,9 +528,9 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The remedy that the worst finding asks for."""
     quiet: bool = False
     """Training was not disturbed."""
-    heard_s: float = 0.0
+    heard_s: At = 0.0
     """When its newest evidence came; 0 without any."""
-    due_s: float | None = None
+    due_s: Until | None = None
     """When it will be decided; None: it has been, or nothing is to be decided."""
     does: Remedy | None = None
     """What is done about it; None: nothing was decided."""
@@ -522,17 +545,17 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     lost_nodes: list[str] = []
     """Nodes whose loss this is, in the order in which they were lost; empty: it is not the loss of a node, or nobody
     knows where the node stood."""
-    lost_at_s: float = 0.0
+    lost_at_s: Since = 0.0
     """When the last of them was lost."""
     place: NodePlace = ()
     """The innermost place that all of them are in."""
     earlier_stalls: int = 0
     """Stalls of training before the newest one."""
-    earlier_stall_s: float = 0.0
+    earlier_stall_s: Span = 0.0
     """How long they lasted together."""
-    paused_s: float = 0.0
+    paused_s: Span = 0.0
     """Of the newest stall, in which the script did work of its own between two steps."""
-    paused_first_s: float = 0.0
+    paused_first_s: Span = 0.0
     """Of that, before it was decided how the job goes on."""
 
     @property
@@ -558,7 +581,7 @@ class Injection(msgspec.Struct, kw_only=True):
     """As it was written, with its options."""
     kind: str
     """The fault's name alone."""
-    at_s: float
+    at_s: At
     node: str | None = None
     """None: it names no node."""
     worker: str | None = None
@@ -580,7 +603,7 @@ class Standing(msgspec.Struct, frozen=True):
     cause: NoticeCause
     reason: str
     """For people."""
-    until_s: float | None
+    until_s: At | None
     """When what it is about goes away, at the latest; None: nobody said."""
 
 
@@ -602,13 +625,13 @@ class NodeHealth(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The remedy that is begun once nothing of the job runs on it; None: none."""
     checking: Checking | None = None
     """Its deep checks are under way, or still to be begun; None: neither."""
-    boots_until_s: float | None = None
+    boots_until_s: Until | None = None
     """When it should be back from a reboot, at the latest; None: none was ordered."""
     boots_for: int = 0
     """Number of the incident for which that reboot was ordered; 0: for none."""
     trial: tuple[str, ...] = ()
     """Rules that are not believed on this machine: their findings are only recorded."""
-    unknown: dict[str, float] = {}
+    unknown: dict[str, Since] = {}
     """Rule to since when it could not be told whether it matches."""
 
 
@@ -621,7 +644,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     host: str
     slots: int
     """How many workers it has room for."""
-    last_seen_s: float
+    last_seen_s: Since
     """When its agent was last heard of."""
     phase: NodePhase = NodePhase.IN_SERVICE
     ports: tuple[int, ...] = ()
@@ -632,7 +655,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Slots that had a worker already."""
     strikes: int = 0
     """Volleys of workers in a row that died before they were ready."""
-    struck_at_s: float = 0.0
+    struck_at_s: At = 0.0
     """When the last volley counted: a worker that was started before is of that volley."""
     fenced: bool = False
     """It was told that the job went on without it."""
@@ -644,9 +667,9 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Why it is to leave; None: it stays."""
     left: bool = False
     """It is gone as planned: nothing of the job was on it any more."""
-    leaves_since_s: float = 0.0
+    leaves_since_s: At = 0.0
     """When that was decided."""
-    leaves_until_s: float | None = None
+    leaves_until_s: At | None = None
     """When it goes away at the latest; None: no limit is known."""
     excess: bool = False
     """It is to leave only because the job is to be smaller: it is kept if the job grows again meanwhile."""
@@ -686,16 +709,18 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """`node.slot#incarnation`, never used twice."""
     node: str
     slot: int
-    started_s: float
+    started_s: At
+    awaited_s: Since
+    """Since when it could have got ready: from its start on, or since it was told to build itself again."""
     phase: WorkerPhase = WorkerPhase.STARTING
     ready: Ready | None = None
     """What it said when it was ready last; None: it has not been, or is being built again."""
-    ready_at_s: float = 0.0
+    ready_at_s: At = 0.0
     committed: int | None = None
     """Committed steps that its state has; None: no usable state, or it has not said."""
     prepared: bool = False
     """As it parked, it held the complete reduced gradient of step `committed`."""
-    median_s: float | None = None
+    median_s: Span | None = None
     """Its median time of a step; None: not known."""
     log: str = ""
     """Path on its node; empty: it is not known to have been started."""
@@ -713,7 +738,7 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """By the end of its script, and not by `os._exit`."""
     groups: Groups | None = None
     """How far it then was in its collectives; None: not known."""
-    vanished_s: float | None = None
+    vanished_s: Since | None = None
     """Since when its agent no longer has it, while how it ended is not known yet; None: its agent has it."""
     digest: str | None = None
     """xxh3 of the parameters after its last step; None: it has not done all steps."""
@@ -758,7 +783,7 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     durable: Durable | None = None
     """The checkpoint that it reads; None: none."""
     saves: bool = False
-    mtbf_s: float = 0.0
+    mtbf_s: Span = 0.0
     shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
 
 
@@ -773,9 +798,9 @@ class Change(msgspec.Struct, kw_only=True):
     """World size before it."""
     after: int
     """World size after it."""
-    left_at_s: float
+    left_at_s: At
     """When the last commit before it was."""
-    formed_at_s: float
+    formed_at_s: At
     """When the generation after it was formed."""
     generation: int
     """The number of the generation after it."""
@@ -783,11 +808,11 @@ class Change(msgspec.Struct, kw_only=True):
     """Numbers of the incidents for which nodes left with it."""
     newcomers: int = 0
     """Workers that came with it."""
-    join_s: float | None = None
+    join_s: Span | None = None
     """The longest that a member needed to connect; None: none has."""
-    restore_s: float | None = None
+    restore_s: Span | None = None
     """The longest that a member needed to get the state; None: none had to."""
-    stall_s: float | None = None
+    stall_s: Span | None = None
     """Between the two commits, less the time of a usual step; None: the second has not come."""
 
 
@@ -795,7 +820,7 @@ class ChangeTotals(msgspec.Struct, omit_defaults=True):
     """Planned changes since the job's start, and for how long they stalled training."""
 
     count: int = 0
-    stall_s: float = 0.0
+    stall_s: Span = 0.0
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -810,7 +835,7 @@ class Failure(msgspec.Struct, kw_only=True):
     generation: int
     also_on: tuple[str, ...] = ()
     """Other nodes whose workers had raised the same in this attempt; known at level 0 only."""
-    lasted_s: float = 0.0
+    lasted_s: Span = 0.0
     """For how long its process had run; known at level 0 only."""
 
 
@@ -860,11 +885,11 @@ class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
 class TimeMark(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What the account held at one moment. What is learned later moves seconds in it as in the account itself."""
 
-    at_s: float
+    at_s: At
     """When, on the coordinator's clock."""
-    spent_s: dict[TimeClass, float] = {}
-    rolled_back_s: float = 0.0
-    within_s: dict[TimeClass, float] = {}
+    spent_s: dict[TimeClass, Span] = {}
+    rolled_back_s: Span = 0.0
+    within_s: dict[TimeClass, Span] = {}
     """Snapshots' stalls included."""
 
 
@@ -872,36 +897,36 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Where the job's wall time went, each second in one class. The newest stretch is open: its class is `doing`. Written by
     `wall_time`."""
 
-    spent_s: dict[TimeClass, float] = {}
+    spent_s: dict[TimeClass, Span] = {}
     """Seconds of each class, without the open stretch."""
     doing: TimeClass = TimeClass.UNEXPLAINED
-    since_s: float | None = None
+    since_s: At | None = None
     """When the open stretch began; None: the job has not begun."""
-    torn: tuple[float, float] | None = None
+    torn: tuple[At, At] | None = None
     """The newest stretch that a fault ended, until it is divided at the time of the fault."""
-    join_s: float | None = None
+    join_s: Span | None = None
     """The longest that a member of the newest generation needed to connect; None: none has."""
-    restore_s: float = 0.0
+    restore_s: Span = 0.0
     """The longest that one needed to get the state."""
-    rolled_back_s: float = 0.0
+    rolled_back_s: Span = 0.0
     """Seconds of steps that had to be done again."""
     strength: int = 0
     """Workers that compute in the newest generation; 0: there was none."""
-    within_s: dict[TimeClass, float] = {}
+    within_s: dict[TimeClass, Span] = {}
     """Of the steps that stayed, the seconds that were lost in them, by class."""
     away: set[str] = set()
     """Workers that do work of the script's own between two steps."""
     resumes: TimeClass = TimeClass.COMPUTED
     """While `doing` is PAUSED: what goes on after it."""
-    script_s: float = 0.0
+    script_s: Span = 0.0
     """In the newest generation, the most that a member has told of `Progress.script_s`."""
-    settled_s: float = 0.0
+    settled_s: Span = 0.0
     """How much of that is in its class, or cannot be any more."""
-    open_s: float = 0.0
+    open_s: Span = 0.0
     """COMPUTED since the newest step."""
-    step_s: float = 0.0
+    step_s: Span = 0.0
     """COMPUTED that led to the newest step: what late words of it may still move to PAUSED."""
-    told: list[tuple[int, float]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
+    told: list[tuple[int, Span]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
     """Of some positions (committed steps), rising, the seconds of the steps before it that stayed; thinner the older they are."""
     marks: list[TimeMark] = []
     """Every few minutes of the last hour, and one from before, oldest first: what a sliding goodput is counted from."""
@@ -952,7 +977,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Steps that the newest generation was seen to have committed; its start while it has committed none."""
     counted: Counted = msgspec.field(default_factory=Counted)
     wall: TimeAccount = msgspec.field(default_factory=TimeAccount)
-    pace: list[tuple[float, int]] = []
+    pace: list[tuple[At, int]] = []
     """When the job stood at which position, oldest first: what its rate is counted from. Written by `pace`."""
     lost_steps: int = 0
     """Steps that were committed and had to be done again, at level 2."""
@@ -979,11 +1004,11 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Of those, the ones in the place of others that failed."""
     nodes_joined: int = 0
     """Nodes that ever came."""
-    asked_at_s: float = 0.0
+    asked_at_s: Since = 0.0
     """When the engine was last asked for a node."""
     bad_starts: int = 0
     """Volleys of workers in a row that died before they were ready."""
-    bad_start_at_s: float = 0.0
+    bad_start_at_s: At = 0.0
     master_uses: int = 0
     """Starts at level 0: each uses another of the first node's ports."""
     stop_reason: str | None = None
@@ -996,14 +1021,15 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Notices that were ever given: numbers them."""
     outcome: str | None = None
     """"finished", "stopped" or "failed"; None: that is not decided."""
-    history: list[tuple[float, int]] = []
+    history: list[tuple[Span, int]] = []
     """World sizes, and when they began, in seconds since the job's start: the newest, and of a long past every so many."""
-    formed_at_s: float = 0.0
+    formed_s: Since = 0.0
+    """Since when members of the newest generation could have made a step."""
     broke_cause: Cause | None = None
     """Why the newest generation broke, until an incident explains it."""
-    broke_at_s: float = 0.0
-    unheard_s: float = 0.0
-    """For so long nobody listened since it broke."""
+    broke_at_s: At = 0.0
+    told_to_leave_s: Since = 0.0
+    """As `broke_at_s`: since when its members could have left."""
     fruitless: int = 0
     """Generations in a row that broke without a commit and without anyone to blame."""
     stops: dict[str, Stop] = {}
@@ -1022,9 +1048,9 @@ class MembershipState(msgspec.Struct, kw_only=True):
     changed: ChangeTotals = msgspec.field(default_factory=ChangeTotals)
     change_reason: str | None = None
     """Why the generation that ends now does, as planned."""
-    grew_at_s: float = 0.0
+    grew_at_s: At = 0.0
     """When newcomers came last."""
-    join_cost_s: float = 0.0
+    join_cost_s: Span = 0.0
     """For how long that stalled training."""
     micro_batches: int | None = None
     """In a global batch, once a worker has said so."""
@@ -1038,7 +1064,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Replicas that leave a broken step together."""
     inspect_request: int = 0
     """Number of the newest Inspect."""
-    look_again_s: float = 0.0
+    look_again_s: At = 0.0
     """At level 0: a stall is not looked at before."""
     stall_rounds: int = 0
     """Hangs in a row that were met by another attempt."""
@@ -1092,7 +1118,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """Of the workers that took it."""
     world: int
     """How many shards a complete one has, numbered by the `rank` of their keys."""
-    began_s: float
+    began_s: At
     """When its first shard was heard of."""
     shards: list[HeldShard] = []
     """Those that some node holds, or was asked to."""
@@ -1115,9 +1141,9 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """A shard is missing, and nobody will bring it."""
     unread: int = 0
     """Generations in a row that could not be restored from it."""
-    complete_s: float | None = None
+    complete_s: At | None = None
     """When it was complete for the first time; None: it never was."""
-    stall_s: float = 0.0
+    stall_s: Span = 0.0
     """For how long it held up the worker that it held up longest."""
 
 
@@ -1138,13 +1164,13 @@ class Storing(msgspec.Struct, kw_only=True):
     step: int
     """Of the snapshot; of an attempt that failed, the step of the last checkpoint that came there (0:
     none)."""
-    began_s: float
+    began_s: At
     """When it was begun; of an attempt that failed, when it failed."""
     generation: int = 0
     """Of the workers that took the snapshot."""
     world: int = 1
     """How many shards it has."""
-    took_s: float | None = None
+    took_s: Span | None = None
     """From its begin until its manifest was written; None: that is not written."""
     waiting: dict[int, str] = {}
     """Rank to the node that writes its shard; -1 to the node that writes the manifest."""
@@ -1157,7 +1183,7 @@ class Storing(msgspec.Struct, kw_only=True):
     one's."""
     written: dict[int, tuple[int, int]] = {}
     """Rank to the bytes of its shard that are there, and of how many, where that is known."""
-    moved_s: float = 0.0
+    moved_s: Since = 0.0
     """When something of it last came there."""
     slow: bool = False
     """People were told that nothing comes there."""
@@ -1165,7 +1191,7 @@ class Storing(msgspec.Struct, kw_only=True):
     """Checkpoints that were due meanwhile."""
     seen_step: int = 0
     """Step of the newest of those; its own without any."""
-    seen_s: float = 0.0
+    seen_s: At = 0.0
     """When that was due; when this one began without any."""
     last: bool = False
     """Nobody has steps to do any more, so a tier that does not take it is not tried again."""
@@ -1177,7 +1203,7 @@ class TierTotals(msgspec.Struct, kw_only=True):
     checkpoints: int = 0
     nbytes: int = 0
     """Each blob once, however many ranks share it."""
-    took_s: float = 0.0
+    took_s: Span = 0.0
     """All checkpoints together, from the begin of each until its manifest was written."""
     failures: int = 0
     """Checkpoints that it did not take."""
@@ -1192,9 +1218,9 @@ class SavingTotals(msgspec.Struct, kw_only=True):
     """Those that were complete."""
     nbytes: int = 0
     """Theirs, without copies on other nodes."""
-    took_s: float = 0.0
+    took_s: Span = 0.0
     """From the first worker's copy until each snapshot was complete, all together."""
-    stall_s: float = 0.0
+    stall_s: Span = 0.0
     """For which training stood still."""
     copies: int = 0
     """Shards that came into the memory of nodes that did not save them."""
@@ -1206,6 +1232,14 @@ class SavingTotals(msgspec.Struct, kw_only=True):
     """Snapshots and checkpoints that proved to be unreadable."""
     tiers: dict[str, TierTotals] = {}
     """By URL."""
+
+
+class Summing(msgspec.Struct, kw_only=True):
+    """A shard that is complete on a node whose worker has ended: SnapshotStored or SnapshotRejected follows."""
+
+    node: str
+    key: Key
+    since_s: Since
 
 
 class StorageState(msgspec.Struct, kw_only=True):
@@ -1221,9 +1255,7 @@ class StorageState(msgspec.Struct, kw_only=True):
     """Why checkpoints that are there will not do."""
     last_from: list[tuple[str, int]] = []
     """Nodes that were given the state after the last step, and the shards of it."""
-    summing: list[tuple[str, Key, float]] = []
-    """Node, shard and since when: it is complete there and its worker has ended; SnapshotStored or SnapshotRejected
-    follows."""
+    summing: list[Summing] = []
     last_failed: list[str] = []
     """Tiers that did not take the last state."""
     snapshots: list[Snapshot] = []
@@ -1265,7 +1297,7 @@ class CoreState(msgspec.Struct, kw_only=True):
     deadlines: Timers = msgspec.field(default_factory=Timers)
     orders: OpenOrders = msgspec.field(default_factory=OpenOrders)
     """What the engine was ordered to do and has not acknowledged."""
-    began_s: float = 0.0
+    began_s: At = 0.0
     """When the first event came. Written by the machine."""
     incidents: list[Incident] = []
     """The newest of the job, in the order of their numbers. Written by `kernel.incidents`, as are the next three."""

@@ -389,16 +389,12 @@ def end_stuck(context: Context) -> None:
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     # Work of the script's own between two steps has the time of a start, measured from the break: it cannot
     # be interrupted, and it is no hang.
-    until_s = {
-        w.name: s.membership.broke_at_s + s.membership.unheard_s + context.timing.start_s
-        for w in stuck
-        if w.aside
-    }
+    until_s = {w.name: s.membership.told_to_leave_s + context.timing.start_s for w in stuck if w.aside}
     for worker in stuck:
         # It has not finished a step in this generation, so it may be compiling, and a compiler does not look
         # at messages.
         if worker.median_s is None and worker.joined_generation == s.membership.number:
-            until_s.setdefault(worker.name, s.membership.formed_at_s + context.timing.start_s)
+            until_s.setdefault(worker.name, s.membership.formed_s + context.timing.start_s)
     patient = [
         w for w in stuck if s.membership.stop_reason is None and not context.reached(until_s.get(w.name, 0.0))
     ]
@@ -487,7 +483,7 @@ def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
         return False
     # The shorter of both: it may have stood still for long before the break, for a good reason, and only
     # since the break it was told to leave.
-    waits = min(view.idle_s, context.now - membership.broke_at_s - membership.unheard_s)
+    waits = min(view.idle_s, context.now - membership.told_to_leave_s)
     return view.page.phase in WAITING_PHASES and waits >= MARGIN * context.timing.stall_s(context.median_s())
 
 

@@ -58,7 +58,8 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
     transitions.enter_job(context, JobPhase.BREAKING)
     wall_time.broke(s, context.now)
     s.membership.yielding, s.membership.change_reason = False, None
-    s.membership.broke_cause, s.membership.broke_at_s, s.membership.unheard_s = cause, context.now, 0.0
+    s.membership.broke_cause = cause
+    s.membership.broke_at_s = s.membership.told_to_leave_s = context.now
     s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
     if s.membership.shard_count == 1:
         # With shards, who suffices is known only when the next generation is formed: a spare that is told to build another
@@ -135,7 +136,7 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
         if s.membership.stop_reason is None:
             wall_time.planned(s, context.now)
         transitions.enter_job(context, JobPhase.BREAKING)
-        s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
+        s.membership.broke_at_s = s.membership.told_to_leave_s = context.now
         s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
     else:
         break_generation(context, causes.MemberLeft(worker.name))
@@ -341,7 +342,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     s.membership.committed = max(start.step, s.membership.committed)
     s.deadlines.clear(Timer.FORM, Timer.WAIT, Timer.FORM_AFTER)
     s.membership.waiting = False
-    s.membership.formed_at_s = context.now
+    s.membership.formed_s = context.now
     wall_time.formed(s, context.now)
     s.membership.resized(round(context.now - s.began_s, 4), complete)
     resize.formed(context, before, complete, len(fresh))

@@ -15,7 +15,7 @@ from holdfast.coordinator.kernel.context import (
     RefuseAdmission,
     RepeatOrders,
 )
-from holdfast.coordinator.kernel.deadlines import Watched
+from holdfast.coordinator.kernel.deadlines import Watched, resume_times
 from holdfast.coordinator.kernel.events import Recovered
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, NodePhase, Timer, Worker, WorkerPhase
@@ -293,28 +293,6 @@ def _announced(context: Context, node: Node, workers: list[Worker], cause: cause
     return membership.stop_reason or "the job ends" if ended else None
 
 
-def overslept(context: Context, away_s: float) -> None:
-    """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
-    silence of theirs. Whoever has a time to answer in has as much of it as before."""
-    s = context.state
-    for node in s.membership.nodes.values():
-        if node.alive:
-            # Never later than now: a node that has just spoken would otherwise be trusted into the future,
-            # and its real loss found late by as much.
-            node.last_seen_s = min(context.now, node.last_seen_s + away_s)
-    for worker in context.alive_workers():
-        if worker.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED):
-            worker.started_s = min(context.now, worker.started_s + away_s)
-        if worker.vanished_s is not None:
-            worker.vanished_s = min(context.now, worker.vanished_s + away_s)
-    # Deadlines are moved one by one below; this is for times that are measured from the break, as in
-    # `_left_behind`.
-    s.membership.unheard_s += away_s
-    s.membership.asked_at_s += away_s
-    context.watch.look_again()
-    s.deadlines.postpone((Timer.LEAVE, Timer.STOP, Timer.INSPECT, Timer.WAIT, Timer.FORM), away_s)
-
-
 def starved(context: Context, name: str, waited_s: float) -> None:
     """A node was silent because its agent did not get a processor."""
     node = context.state.membership.nodes.get(name)
@@ -331,19 +309,18 @@ def recovered(context: Context, event: Recovered) -> None:
     # Agents notice the new coordinator within this time. Nobody may be judged by silence before, since nobody
     # could have spoken.
     back_s = context.now + timing.adopt_s
+    # An order that was decided last may never have been sent. So a worker that hears it only now is not judged as one that was
+    # told before: `told_to_leave_s` moves, too.
+    resume_times(s, context.now, max(0.0, context.now - event.last_s), back_s)
     for node in s.membership.nodes.values():
-        # So that each node is lost exactly at `back_s` if it does not come, and not a detection time later.
-        node.last_seen_s = back_s - timing.detection_s
+        if node.alive:
+            # So that each node is lost exactly at `back_s` if it does not come, and not a detection time later.
+            node.last_seen_s = back_s - timing.detection_s
     for worker in s.membership.workers.values():
-        worker.started_s = max(worker.started_s, back_s - timing.start_s)
+        worker.awaited_s = max(worker.awaited_s, back_s - timing.start_s)
         worker.vanished_s = None
-    # Since the break nobody listened for this long, or the order to leave was never sent: without it a worker
-    # that hears it only now would be judged as one that was told before.
-    s.membership.unheard_s += max(0.0, context.now - max(event.last_s, s.membership.broke_at_s))
     s.deadlines.not_before(Timer.LEAVE, back_s + timing.stall_s(context.median_s()))
     s.deadlines.not_before(Timer.STOP, back_s + timing.stop_s)
-    s.deadlines.not_before(Timer.WAIT, back_s)
-    s.deadlines.not_before(Timer.FORM, back_s)
     s.deadlines.clear(Timer.INSPECT)
     # What was asked of the engine may never have arrived. Asking anew could give a node too many, which
     # becomes a spare; not asking could leave the job short for ever.

@@ -29,6 +29,7 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
         node=node.name,
         slot=slot,
         started_s=context.now,
+        awaited_s=context.now,
     )
     worker.shard_index = replicas.next_shard(context, node, int(env["RANK"]))
     env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}

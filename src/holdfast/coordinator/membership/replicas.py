@@ -150,7 +150,7 @@ def rebuild(context: Context) -> None:
             )
             transitions.enter(context, worker, WorkerPhase.ATTACHED)
             worker.shard_index = shard_index
-            worker.ready, worker.rebuilds, worker.started_s = None, shard_index, context.now
+            worker.ready, worker.rebuilds, worker.awaited_s = None, shard_index, context.now
             context.watch.watch(Watched.NOT_READY, worker.name)
             context.tell(worker, m.Rebuild(shard_index))
 

@@ -135,7 +135,7 @@ def finishing(context: Context) -> bool:
             _stop(context, worker, stop)
             # A fresh deadline for each worker that is told to leave: saving a large state takes longer than
             # leaving a step, and `end_stuck` measures from here.
-            s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
+            s.membership.broke_at_s = s.membership.told_to_leave_s = context.now
             saves = stop.keep or stop.save_to
             within_s = context.timing.start_s if saves else context.timing.stall_s(context.median_s())
             s.deadlines.set(Timer.LEAVE, max(s.deadlines.at(Timer.LEAVE) or 0.0, context.now + within_s))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import DurableFound
-from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, TierTotals, Timer, Worker
+from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, Summing, TierTotals, Timer, Worker
 from holdfast.coordinator.storage import queries
 from holdfast.formulas import daly_interval_s
 from holdfast.protocol import ledger
@@ -79,12 +79,6 @@ def _skip(context: Context, current: Storing, step: int) -> None:
 
 
 # ---------------------------------------------------------------- tiers that stand still
-
-
-def overslept(context: Context, away_s: float) -> None:
-    """Nobody listened for so long: it is no standstill of those that write."""
-    for storing in context.state.storage.storing:
-        storing.moved_s = min(context.now, storing.moved_s + away_s)
 
 
 def look(context: Context) -> None:
@@ -277,13 +271,13 @@ def forget_last(context: Context) -> None:
 
 def summing(context: Context, node: str, keys: Iterable[Key]) -> None:
     """A node computes the checksums of shards whose workers have ended."""
-    context.state.storage.summing += [(node, key, context.now) for key in keys]
+    context.state.storage.summing += [Summing(node=node, key=key, since_s=context.now) for key in keys]
 
 
 def summed(context: Context, node: Node, key: Key) -> None:
     """What became of a shard is known."""
     storage = context.state.storage
-    storage.summing = [x for x in storage.summing if x[:2] != (node.name, key)]
+    storage.summing = [x for x in storage.summing if (x.node, x.key) != (node.name, key)]
 
 
 def last_on_its_way(context: Context) -> bool:
@@ -428,7 +422,7 @@ def _failed(context: Context, current: Storing, reason: str) -> None:
 
 def node_lost(context: Context, node: Node) -> None:
     """What it was writing does not come: the next complete snapshot is stored instead."""
-    context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
+    context.state.storage.summing = [x for x in context.state.storage.summing if x.node != node.name]
     context.state.storage.last_from = [(n, p) for n, p in context.state.storage.last_from if n != node.name]
     for current in list(context.state.storage.storing):
         if node.name not in current.waiting.values():
@@ -441,7 +435,7 @@ def node_lost(context: Context, node: Node) -> None:
 
 def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
     """Orders that a node has not answered are sent again: it may have missed them, or its answer was lost."""
-    context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
+    context.state.storage.summing = [x for x in context.state.storage.summing if x.node != node.name]
     summing(context, node.name, hello.summing)
     for current in list(context.state.storage.storing):
         if current.void:

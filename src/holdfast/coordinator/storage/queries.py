@@ -88,7 +88,7 @@ def has_last(context: Context, node: Node) -> bool:
         return any(name == node.name for name, _ in s.storage.last_from)
     snapshot = newest_complete(context)
     held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
-    return held or any(name == node.name for name, *_ in s.storage.summing)
+    return held or any(x.node == node.name for x in s.storage.summing)
 
 
 def ending(context: Context) -> bool:
@@ -140,9 +140,8 @@ def moves_until_s(context: Context) -> float:
     """While something comes to a tier its checkpoint is waited for, at least until this time; so is what is summed up."""
     # As long as something moves, a job does not give up its last state, however slow the tier is. Only
     # standing still is bounded.
-    since_s = [x.moved_s for x in context.state.storage.storing] + [
-        x[2] for x in context.state.storage.summing
-    ]
+    storage = context.state.storage
+    since_s = [x.moved_s for x in storage.storing] + [x.since_s for x in storage.summing]
     return max(since_s) + context.timing.start_s if since_s else 0.0
 
 
