@@ -23,6 +23,11 @@ install() {
     echo "$what needs, as root: apt-get install --no-install-recommends $wanted (Debian 12 or newer)" >&2
     return 1
   fi
+  # One after the other: apt-get refuses to run beside itself.
+  exec 9>"${TMPDIR:-/tmp}/holdfast-packages.lock"
+  flock 9
+  wanted=$(missing "$@")
+  [ -n "$wanted" ] || return 0
   echo "installing $wanted" >&2
   # A daemon that its package would start is none of ours: RUNLEVEL=1 keeps it from starting.
   # shellcheck disable=SC2086 - a list
