@@ -25,8 +25,8 @@ from holdfast.agent.source_poller import Poller
 from holdfast.health.machine import machine_sources
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import load_rules
-from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Machine, Source
+from holdfast.health.samples import LogLine, Reading
+from holdfast.health.sources import MachineRoot, Source
 from holdfast.protocol.health import Finding
 
 GOAL = 0.002
@@ -73,11 +73,11 @@ class _Clock:
         return self.now
 
 
-def _judge(readings: Iterable[Reading | Line], engine: RuleEngine, now_s: float) -> int:
+def _judge(readings: Iterable[Reading | LogLine], engine: RuleEngine, now_s: float) -> int:
     count = 0
     for reading in readings:
         count += 1
-        if isinstance(reading, Line):
+        if isinstance(reading, LogLine):
             engine.on_line(reading, now_s)
         else:
             engine.on_reading(reading, now_s)
@@ -110,7 +110,7 @@ def live(seconds: float) -> tuple[float, list[Finding]]:
     """The share of a core that the agent's thread takes on this machine, as it runs; and what was found."""
     findings: list[Finding] = []
     poller = Poller(load_rules(), findings.extend)
-    sources = machine_sources(Machine())
+    sources = machine_sources(MachineRoot())
     poller.add(sources)
     poller.read_once(30.0)
     began, used = time.monotonic(), time.process_time()
@@ -142,13 +142,13 @@ def main() -> None:
         share, found = live(given.live)  # first: a library of a measurement may have threads that end later
         here = [
             measure(source, RuleEngine(load_rules()), given.repetitions)
-            for source in machine_sources(Machine())
+            for source in machine_sources(MachineRoot())
         ]
         mine = show(console, "This machine", here)
         root = Path(folder)
         build(root)
         gpus = build_gpus(root / "nvml")
-        machine = Machine(root, root / "nvml" if gpus else None)
+        machine = MachineRoot(root, root / "nvml" if gpus else None)
         there = [
             measure(source, RuleEngine(load_rules()), given.repetitions)
             for source in machine_sources(machine)

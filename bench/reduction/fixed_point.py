@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from holdfast.train.generation_group import Group
+from holdfast.train.generation_group import GenerationGroup
 from holdfast.train.gloo_group import GLOO_TIMEOUT
 from holdfast.train.reduction import Gradients, clip, grouped, scale_and_square
 
@@ -53,7 +53,7 @@ class FixedPointSum(Gradients):
     def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
         self._buckets = [_Bucket(chunk.parameters) for chunk in grouped(list(parameters)) if chunk.parameters]
         self._place = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
-        self._group: Group | None = None
+        self._group: GenerationGroup | None = None
         self._headroom = 0
         self._next = 0
         self.poison = False
@@ -93,10 +93,10 @@ class FixedPointSum(Gradients):
                 bucket.kept.append([p.grad for p in bucket.parameters])
                 bucket.largest = max(bucket.largest, *(float(g.abs().max()) for g in bucket.kept[-1]))
 
-    def last(self, group: Group) -> None:
+    def last(self, group: GenerationGroup) -> None:
         self._group = group
 
-    def flush(self, group: Group) -> None:
+    def flush(self, group: GenerationGroup) -> None:
         if self.ahead:
             return
         self._agree(group, 0)
@@ -106,7 +106,7 @@ class FixedPointSum(Gradients):
                     bucket.add(index, grad)
             bucket.work = group.allreduce(bucket.total)
 
-    def _agree(self, group: Group, drift_bits: int) -> None:
+    def _agree(self, group: GenerationGroup, drift_bits: int) -> None:
         largest = torch.tensor([bucket.largest for bucket in self._buckets])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
@@ -134,7 +134,7 @@ class FixedPointSum(Gradients):
     def local_is_finite(self) -> bool:
         return True
 
-    def drain(self, group: Group) -> None:
+    def drain(self, group: GenerationGroup) -> None:
         pass
 
 

@@ -14,7 +14,7 @@ from bench.reduction.fixed_point import AheadSum, FixedPointSum
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelListener
 from holdfast.train.exact import ExactSum
-from holdfast.train.generation_group import Group
+from holdfast.train.generation_group import GenerationGroup
 from holdfast.train.place import share
 from holdfast.train.reduction import Gradients, GradientSum
 
@@ -47,7 +47,7 @@ def rank_main(
         Member(rank=i, worker=f"w{i}", node=f"n{i}", slot=0, host=HOST, vote_port=port)
         for i, port in enumerate(pipe.recv())
     )
-    group = Group(Generation(number=1, members=members, start=0), rank, HOST, listener)
+    group = GenerationGroup(Generation(number=1, members=members, start=0), rank, HOST, listener)
     group.join(TOKEN)
     network = build(size)
     optimizer = job.build_optimizer(network.parameters())

@@ -15,7 +15,7 @@ HoldfastError
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be completed in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
-│   └── CollectiveFailed  a collective with the other replicas failed: evidence, not a verdict
+│   └── CollectiveFault   a collective with the other replicas failed: evidence, not a verdict
 │       └── StateLost     the state to restore is damaged; another attempt would fail in the same way
 └── JobStopped            the job ends before the last step; raised by `run.steps`, so nothing after the loop runs
 """
@@ -91,15 +91,15 @@ class GenerationBroken(StepFault):
     """The coordinator ended the generation that this step belongs to."""
 
 
-class CollectiveFailed(StepFault):
+class CollectiveFault(StepFault):
     """A collective with the other replicas raised; the coordinator decides who is at fault."""
 
 
-class GradientsDiffer(CollectiveFailed):
+class GradientMismatch(CollectiveFault):
     """A micro-batch that was computed twice gave other bits; the coordinator decides who is at fault."""
 
 
-class StateLost(CollectiveFailed):
+class StateLost(CollectiveFault):
     """The state that this generation was to start from is damaged. The coordinator chooses an older one."""
 
 

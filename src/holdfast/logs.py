@@ -44,7 +44,7 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"]+@")
 _BARE = re.compile(r"[^\s\"=\\]+")
 
 
-class Settings(NamedTuple):
+class LogSettings(NamedTuple):
     """What a user asked of the log."""
 
     level: int | None
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     """One JSON object per line instead of key=value text."""
 
 
-def parse_settings(text: str, name: str = VARIABLE) -> Settings:
+def parse_settings(text: str, name: str = VARIABLE) -> LogSettings:
     """`LEVEL[,json]`, either part of which may be left out. name: of the option or variable, for the error.
 
     Raises:
@@ -67,7 +67,7 @@ def parse_settings(text: str, name: str = VARIABLE) -> Settings:
             f"{name} must be one of {', '.join(LEVELS)}, with or without ,json (got {text!r}), for example debug or "
             "info,json"
         )
-    return Settings(LEVELS[levels[0]] if levels else None, as_json)
+    return LogSettings(LEVELS[levels[0]] if levels else None, as_json)
 
 
 def configure(

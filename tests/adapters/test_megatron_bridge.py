@@ -108,7 +108,7 @@ def test_only_the_given_configuration_has_snapshots(own):
     snapshots.save_snapshots(ours, every=50)
     assert (ours.checkpoint.non_persistent_save_interval, ours.checkpoint.replication) == (50, False)
     assert isinstance(
-        setup.init_checkpointing_context(ours.checkpoint)[snapshots.MANAGER], snapshots.Snapshots
+        setup.init_checkpointing_context(ours.checkpoint)[snapshots.MANAGER], snapshots.MegatronSnapshots
     )
     assert setup.init_checkpointing_context(other.checkpoint) == {"of": other.checkpoint}
 
@@ -144,7 +144,7 @@ def part(key, data):
 
 def test_a_state_is_filled_into_the_running_model(group):
     tier = Tier()
-    manager = snapshots.Snapshots(tier)
+    manager = snapshots.MegatronSnapshots(tier)
     assert manager.find_latest() == -1
     numel = {(torch.bfloat16, torch.float32): [7]}
     random = [{"numpy": np.arange(3, dtype=np.uint32), "python": (3, (1, 2), None)}]
@@ -167,7 +167,7 @@ def test_a_state_is_filled_into_the_running_model(group):
         "random": ShardedObject("random", None, (1,), (0,)),
         "extra": ShardedObject("extra", None, (1,), (0,)),
     }
-    again = snapshots.Snapshots(tier)
+    again = snapshots.MegatronSnapshots(tier)
     assert again.find_latest() == again.find_latest() == 7
     loaded, name = again.load()
     assert "7" in name
@@ -194,8 +194,8 @@ def test_a_state_of_another_model_is_refused(group, key, data, what):
     state, _ = MCoreTensorAwareStateDict.from_state_dict(
         {"weight": part("weight", torch.ones(4))}, algo="atomic"
     )
-    snapshots.Snapshots(tier).save(state, 3)
-    manager = snapshots.Snapshots(tier)
+    snapshots.MegatronSnapshots(tier).save(state, 3)
+    manager = snapshots.MegatronSnapshots(tier)
     manager.find_latest()
     with pytest.raises(StateError, match=what):
         manager.load()[0].to_state_dict(
@@ -208,7 +208,7 @@ def test_a_snapshot_of_another_number_of_ranks_is_refused():
     tier = Tier()
     tier.saved = 5, {"megatron": {"common": {}, "tensors": {}, "objects": {}}, "ranks": 4}
     with pytest.raises(UsageError, match="of iteration 5 was made by 4 ranks, but now there are 1; start 4"):
-        snapshots.Snapshots(tier).find_latest()
+        snapshots.MegatronSnapshots(tier).find_latest()
 
 
 def test_a_version_that_is_not_supported_is_refused():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.adapters import world
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.checkpoint import flush
 from holdfast.errors import UsageError
 
@@ -32,7 +32,7 @@ def test_a_multiple_that_is_jumped_over_is_saved_at_the_next_step(tmp_path):
 def test_after_a_load_the_next_multiple_is_due(tmp_path):
     saver(tmp_path, 4).save({"step": 6}, 6)
     one = saver(tmp_path, 4)
-    kept = Kept()
+    kept = DeferredState()
     assert one.load({"step": kept}) == 6
     assert kept.value == 6
     assert [step for step in range(6, 13) if one.due(step)] == [8, 9, 10, 11, 12]
@@ -42,7 +42,7 @@ def test_after_a_load_the_next_multiple_is_due(tmp_path):
 def test_a_checkpoint_of_the_frameworks_own(tmp_path, own, loaded, due):
     saver(tmp_path, 4).save({"step": 6}, 6)
     one = saver(tmp_path, 4)
-    assert one.load({"step": Kept()}, own=own) == loaded
+    assert one.load({"step": DeferredState()}, own=own) == loaded
     assert [step for step in range(own, 9) if one.due(step)] == due
 
 

@@ -13,7 +13,7 @@ from killed import killed_and_gone_on, train
 from resized import check, sizes, smaller_and_whole_again
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from holdfast.adapters.huggingface.progress import Progress
+from holdfast.adapters.huggingface.progress import TrainerProgress
 
 SCRIPT = Path(__file__).parent / "train_trainer.py"
 TRL = SCRIPT.with_name("train_trl.py")
@@ -247,7 +247,7 @@ def test_what_a_worker_logs_of_its_own_samples_is_no_part_of_the_state():
         control=None,
         callback_handler=SimpleNamespace(callbacks=[]),
     )
-    assert Progress(trainer).state_dict()["history"] == [
+    assert TrainerProgress(trainer).state_dict()["history"] == [
         {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-4, "epoch": 0.5, "step": 4},
         {"eval_loss": 0.4, "step": 4},
     ]

@@ -14,8 +14,8 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metrics import Scrape as Page
 from holdfast.coordinator.service.tally import Tally
 from holdfast.health.disks import Disks
-from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Machine
+from holdfast.health.samples import LogLine, Reading
+from holdfast.health.sources import MachineRoot
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import MOST_READINGS
 from holdfast.protocol.job import JobSpec
@@ -41,7 +41,7 @@ class Node:
 
 def test_what_several_sources_read_is_one_message() -> None:
     node = Node()
-    node.figures.take([reading("nvml.power_watts", "gpu 0", 300.0), Line("kmsg", "x")])
+    node.figures.take([reading("nvml.power_watts", "gpu 0", 300.0), LogLine("kmsg", "x")])
     node.figures.take([reading("net.rx_bytes", "eth0", 5.0), reading("net.carrier", "eth0", 1.0)])
     node.figures.take([reading("net.tx_bytes", "eth0", None), reading("disk.state", "sda", "running")])
     assert node.turn() == {("nvml.power_watts", "gpu 0"): 300.0, ("net.rx_bytes", "eth0"): 5.0}
@@ -82,7 +82,7 @@ def test_what_a_drive_has_moved(tmp_path: Path) -> None:
         folder = tmp_path / "sys/block" / name
         folder.mkdir(parents=True)
         (folder / "stat").write_text(f"   {stat}\n")
-    read = {(r.name, r.subject): r.value for r in Disks(Machine(tmp_path)).read() if "bytes" in r.name}
+    read = {(r.name, r.subject): r.value for r in Disks(MachineRoot(tmp_path)).read() if "bytes" in r.name}
     assert read == {("disk.read_bytes", "sda"): 51_200.0, ("disk.written_bytes", "sda"): 20_480.0}
 
 

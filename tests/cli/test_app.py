@@ -13,7 +13,7 @@ from holdfast import plugins
 from holdfast.cli import app
 from holdfast.engines.base import engine_named
 from holdfast.engines.run_options import RunOptions
-from holdfast.protocol.options import Group
+from holdfast.protocol.options import OptionGroup
 
 
 def test_version(holdfast):
@@ -38,7 +38,7 @@ def test_the_options_of_run_are_in_groups(holdfast):
         mark.title
         for hint in get_type_hints(RunOptions, include_extras=True).values()
         for mark in getattr(hint, "__metadata__", ())
-        if isinstance(mark, Group)
+        if isinstance(mark, OptionGroup)
     ]
     titles += filter(None, (engine_named(name).title for name in plugins.ours(plugins.ENGINES)))
     assert len(titles) >= 6

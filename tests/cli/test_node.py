@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli.app import app
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.service.history_store import FILE_NAME, Entry, History, now_s
+from holdfast.coordinator.service.history_store import FILE_NAME, HistoryRecord, HistoryStore, now_s
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
 
@@ -22,10 +22,10 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def history(home):
-    history = History(str(home / FILE_NAME))
+    history = HistoryStore(str(home / FILE_NAME))
     for job in ("a", "a", "b"):
         history.add(
-            Entry(
+            HistoryRecord(
                 utc_s=now_s(),
                 machine="serial:X1",
                 node="node2",
@@ -36,7 +36,7 @@ def history(home):
             )
         )
     history.add(
-        Entry(
+        HistoryRecord(
             utc_s=now_s(),
             machine="serial:X1",
             node="node2",

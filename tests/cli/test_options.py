@@ -11,7 +11,7 @@ import typer
 
 from holdfast.cli.options import command, given_flags
 from holdfast.errors import UsageError
-from holdfast.protocol.options import Argument, Group, Option, check, declared
+from holdfast.protocol.options import Argument, Option, OptionGroup, check, declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Outer:
     more: Annotated[tuple[Path, ...], Option(help="Files.", metavar="FILE")] = ()
     loud: Annotated[bool, Option(help="Loud.")] = False
     nothing: Annotated[int | None, Option(help="A number.", default="a guess")] = None
-    inner: Annotated[Inner, Group("The inner ones")] = field(default_factory=Inner)
+    inner: Annotated[Inner, OptionGroup("The inner ones")] = field(default_factory=Inner)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 from holdfast import plugins
 from holdfast.cli import check
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.service.history_store import FILE_NAME, Entry, History
+from holdfast.coordinator.service.history_store import FILE_NAME, HistoryRecord, HistoryStore
 from holdfast.data.samples import SampleLedger
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.health import CheckResult, Condition
@@ -141,9 +141,9 @@ def saved(home: Path) -> None:
 
 def history(home: Path) -> None:
     home.mkdir()
-    kept = History(str(home / FILE_NAME))
+    kept = HistoryStore(str(home / FILE_NAME))
     kept.add(
-        Entry(
+        HistoryRecord(
             utc_s=1.7e9, machine="serial:X1", node="node2", job="a", kind=Kind.INCIDENT, rule="xid-79",
             text="xid-79: gone",
         )

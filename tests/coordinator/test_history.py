@@ -18,10 +18,10 @@ import pytest
 from holdfast.coordinator.kernel.events import Remember
 from holdfast.coordinator.kernel.history import Kind, Remembered, standing
 from holdfast.coordinator.service.history_store import (
-    Entry,
-    History,
     HistoryError,
-    Memory,
+    HistoryRecord,
+    HistoryStore,
+    JobHistory,
     find_machine,
     now_s,
     shown,
@@ -79,17 +79,17 @@ def test_faults_of_a_device_that_was_taken_out_are_not_the_machine_s_any_more():
 # ---------------------------------------------------------------- where they are kept
 
 
-def entry(machine: str = "M1", kind: Kind = Kind.INCIDENT, **more: str) -> Entry:
-    return Entry(utc_s=now_s(), machine=machine, node=f"node-{machine}", job="job", kind=kind, **more)
+def entry(machine: str = "M1", kind: Kind = Kind.INCIDENT, **more: str) -> HistoryRecord:
+    return HistoryRecord(utc_s=now_s(), machine=machine, node=f"node-{machine}", job="job", kind=kind, **more)
 
 
 def keeps_and_finds(where: str) -> None:
-    history = History(where)
+    history = HistoryStore(where)
     history.add(entry(rule="xid-79", device="GPU-1", text="it's gone; drop table"))
     history.add(entry("M2", rule="ecc", device="GPU-2"))
     history.add(entry("M2", Kind.LOST))
     history.close()
-    again = History(where)
+    again = HistoryStore(where)
     assert [e.text for e in again.past("M1")] == ["it's gone; drop table"]
     assert [e.machine for e in again.past("M3", ["GPU-2", "GPU-9"])] == ["M2"]
     assert len(again.all()) == 3
@@ -104,7 +104,7 @@ def test_a_file(tmp_path):
 
 
 def test_reading_makes_no_file(tmp_path):
-    history = History(str(tmp_path / "health.sqlite"), must_exist=True)
+    history = HistoryStore(str(tmp_path / "health.sqlite"), must_exist=True)
     assert history.all() == []
     history.close()
     assert list(tmp_path.iterdir()) == []
@@ -114,12 +114,12 @@ def test_a_file_that_is_no_history_is_named(tmp_path):
     path = tmp_path / "health.sqlite"
     path.write_text("these are not the bytes of a database, but enough of them")
     with pytest.raises(HistoryError, match=r"health.sqlite cannot be used.*move the file away"):
-        History(str(path))
+        HistoryStore(str(path))
 
 
 def test_what_is_neither_a_file_nor_postgresql_is_refused():
     with pytest.raises(HistoryError, match="use a file, or postgresql"):
-        History("mysql://root:secret@h/db")
+        HistoryStore("mysql://root:secret@h/db")
 
 
 def test_a_url_is_shown_without_its_password():
@@ -144,7 +144,7 @@ def test_a_job_reads_what_another_wrote(tmp_path):
     where, said = str(tmp_path / "health.sqlite"), []
 
     async def job(name: str) -> tuple[Remembered, ...]:
-        memory = Memory(where, name, said.append)
+        memory = JobHistory(where, name, said.append)
         known = await memory.past("M1", ["GPU-1"])
         memory.remember(
             Remember(
@@ -171,7 +171,7 @@ def test_a_history_that_cannot_be_had_is_said_once_and_the_job_goes_on(tmp_path)
     path.write_text("these are not the bytes of a database, but enough of them")
 
     async def job() -> None:
-        memory = Memory(str(path), "job", said.append)
+        memory = JobHistory(str(path), "job", said.append)
         assert await memory.past("M1", ()) == ()
         assert await memory.past("M1", ()) == ()
         memory.remember(Remember(machine="M1", kind=Kind.LOST, node="n1"))
@@ -185,7 +185,7 @@ def test_a_history_that_cannot_be_had_is_said_once_and_the_job_goes_on(tmp_path)
 def test_a_database_that_is_not_there(tmp_path):
     pytest.importorskip("psycopg")
     with pytest.raises(HistoryError, match="cannot be reached"):
-        History(f"postgresql:///x?host={tmp_path}")
+        HistoryStore(f"postgresql:///x?host={tmp_path}")
 
 
 POSTGRES = shutil.which("postgres") or next(
@@ -227,14 +227,14 @@ def test_postgresql():
     said: list[str] = []
 
     async def job(name: str, where: str) -> tuple[Remembered, ...]:
-        memory = Memory(where, name, said.append)
+        memory = JobHistory(where, name, said.append)
         known = await memory.past("M7", ())
         memory.remember(Remember(machine="M7", kind=Kind.LOST, node="n1"))
         await memory.close()
         return known
 
     async def until_it_is_gone(where: str, server: ExitStack) -> None:
-        memory = Memory(where, "third", said.append)
+        memory = JobHistory(where, "third", said.append)
         assert [r.job for r in await memory.past("M7", ())] == ["first", "second"]
         server.close()
         assert await memory.past("M7", ()) == await memory.past("M7", ()) == ()
@@ -253,7 +253,7 @@ def test_postgresql():
 
 
 def test_the_file_is_readable_by_others_tools(tmp_path):
-    history = History(str(tmp_path / "h.sqlite"))
+    history = HistoryStore(str(tmp_path / "h.sqlite"))
     history.add(entry())
     history.close()
     db = sqlite3.connect(tmp_path / "h.sqlite")

@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import ledger
 from holdfast.coordinator.service.gathering import Choice, Restored, Unusable
 from holdfast.coordinator.service.ledger import LedgerCopies, Unreadable, wanted_keepers
-from holdfast.coordinator.service.queues import AgentLines, Line
+from holdfast.coordinator.service.queues import AgentLines, AgentQueue
 from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
@@ -265,7 +265,7 @@ class Sender:
 
     def join(self, node, machine=""):
         self.nodes[node] = node_at(machine=machine)
-        line = self.lines.by_node[node] = Line(node, f"session of {node}", None)
+        line = self.lines.by_node[node] = AgentQueue(node, f"session of {node}", None)
         line.introduced = True
         self.choose()
 

@@ -17,7 +17,7 @@ from holdfast.coordinator.kernel.state import CoreState, Node, Seat, Worker, Wor
 from holdfast.coordinator.service import job_view, routes, watchers
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
-from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, StatusFeed, Watcher, Watchers
+from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, JobWatcher, StatusFeed, Watchers
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_view import CHANGED, WHOLE, JobView, ReceivedView
 from holdfast.protocol.messages import Generation, Member
@@ -164,7 +164,7 @@ def test_one_who_does_not_read_is_behind_in_the_ledger_and_nowhere_else(tmp_path
 
         with closing(store):
             feed = StatusFeed(job(), lambda: NOW)
-            watchers, watcher, socket = Watchers(feed), Watcher(0), Socket()
+            watchers, watcher, socket = Watchers(feed), JobWatcher(0), Socket()
             watchers.all.add(watcher)
             sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
             for seq in range(1, 2001):
@@ -193,7 +193,7 @@ def test_one_who_takes_no_order_is_given_up_and_gets_all_that_are_open_anew(tmp_
                 return what(store)
 
             feed = StatusFeed(job(), lambda: NOW)
-            watcher, socket = Watcher(0), Socket()
+            watcher, socket = JobWatcher(0), Socket()
             sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
             order = msgspec.json.encode({"kind": "mark-node", "value": "x" * 1000})
             for _ in range(QUEUE_BYTES // 1000 + 1):
@@ -212,7 +212,7 @@ def test_one_who_keeps_up_gets_the_whole_status_once(tmp_path: Path) -> None:
                 return what(store)
 
             feed = StatusFeed(job(), lambda: NOW)
-            watchers, watcher, socket = Watchers(feed), Watcher(0), Socket()
+            watchers, watcher, socket = Watchers(feed), JobWatcher(0), Socket()
             watchers.all.add(watcher)
             socket.reads.set()
             sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def test_many_events_are_sent_in_pieces_with_a_turn_for_others(tmp_path: Path) -
                 for seq in range(1, 501)
             ]
             store.write(Page(entries=entries))
-            watcher, socket, longest, before = Watcher(0), Socket(), 0, 0
+            watcher, socket, longest, before = JobWatcher(0), Socket(), 0, 0
             socket.reads.set()
             watcher.end()
             feed = StatusFeed(job(), lambda: NOW)

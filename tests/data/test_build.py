@@ -26,9 +26,9 @@ from holdfast.data.files import TokenFile
 from holdfast.errors import DataError, UsageError
 from holdfast.tools.corpora import build, build_units
 from holdfast.tools.corpora.build import describe, verify
-from holdfast.tools.corpora.options import BuildOptions, Documents, Format, Kind, Reading
+from holdfast.tools.corpora.options import BuildOptions, Documents, InputKind, InputOptions, TokenFormat
 
-LINES = Reading(documents=Documents.LINE)
+LINES = InputOptions(documents=Documents.LINE)
 
 
 def make(*inputs, prefix, workers=1, **options):
@@ -143,7 +143,7 @@ def parquet(path, values, rows=3, column="text", kind=None):
 def test_parquet_in_row_groups(tmp_path, unit_bytes):
     values = [f"row {n}" for n in range(20)]
     source = parquet(tmp_path / "in.parquet", values, column="body", kind=pa.large_string())
-    make(source, prefix=tmp_path / "out", reading=Reading(field="body"), unit_bytes=unit_bytes)
+    make(source, prefix=tmp_path / "out", reading=InputOptions(field="body"), unit_bytes=unit_bytes)
     assert documents_of(tmp_path / "out") == [list(v.encode()) for v in values]
 
 
@@ -151,11 +151,11 @@ def test_parquet_that_cannot_be_read(tmp_path):
     source = parquet(tmp_path / "in.parquet", ["a", "b", "c", "d", None, "f"])
     with pytest.raises(DataError, match=r"in\.parquet, row 5: there is no text in the column `text`"):
         make(source, prefix=tmp_path / "out", unit_bytes=1)
-    assert make(source, prefix=tmp_path / "out", reading=Reading(skip_bad=True)).skipped == 1
+    assert make(source, prefix=tmp_path / "out", reading=InputOptions(skip_bad=True)).skipped == 1
     with pytest.raises(UsageError, match="does not have a column 'body'; choose one of other, text"):
-        make(source, prefix=tmp_path / "none", reading=Reading(field="body"))
+        make(source, prefix=tmp_path / "none", reading=InputOptions(field="body"))
     with pytest.raises(UsageError, match=r"column 'other' of .* contains int64, not text"):
-        make(source, prefix=tmp_path / "none", reading=Reading(field="other"))
+        make(source, prefix=tmp_path / "none", reading=InputOptions(field="other"))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not")
     with pytest.raises(UsageError, match=r"no\.parquet is not a readable Parquet file"):
         make(tmp_path / "no.parquet", prefix=tmp_path / "none")
@@ -163,12 +163,12 @@ def test_parquet_that_cannot_be_read(tmp_path):
 
 def test_npy(tmp_path):
     source = jsonl(tmp_path / "in.jsonl", ["abc", "d"])
-    built = make(source, prefix=tmp_path / "out", format=Format.NPY, eod_id=256)
+    built = make(source, prefix=tmp_path / "out", format=TokenFormat.NPY, eod_id=256)
     assert np.load(tmp_path / "out.npy").tolist() == [97, 98, 99, 256, 100, 256]
     assert built.dtype == "uint16"
     verify(TokenFile(tmp_path / "out"))
     assert len(hf.data.TokenDataset(tmp_path / "out", 2)) == 2
-    assert make(source, prefix=tmp_path / "big", format=Format.NPY, eod_id=70_000).dtype == "uint32"
+    assert make(source, prefix=tmp_path / "big", format=TokenFormat.NPY, eod_id=70_000).dtype == "uint32"
     assert make(source, prefix=tmp_path / "mega", eod_id=70_000).dtype == "int32"
 
 
@@ -251,7 +251,7 @@ def test_a_bad_line_is_named(tmp_path, line, says, unit_bytes):
     with pytest.raises(DataError, match=rf"in\.jsonl, line 4: .*{says}.*--skip-bad"):
         make(path, prefix=tmp_path / "out", unit_bytes=unit_bytes)
     assert not (tmp_path / "out.bin").exists()
-    built = make(path, prefix=tmp_path / "out", reading=Reading(skip_bad=True), unit_bytes=unit_bytes)
+    built = make(path, prefix=tmp_path / "out", reading=InputOptions(skip_bad=True), unit_bytes=unit_bytes)
     assert (built.documents, built.skipped) == (6, 1)
 
 
@@ -264,7 +264,7 @@ def test_json_as_python_writes_it(tmp_path):
 def test_text_that_is_not_utf8_is_only_a_trouble_for_tokenizers(tmp_path, tokenizer):
     (tmp_path / "in.txt").write_bytes(b"a\nb\n\xff\n")
     make(tmp_path / "in.txt", prefix=tmp_path / "bytes")
-    for reading in (Reading(), LINES):
+    for reading in (InputOptions(), LINES):
         with pytest.raises(DataError, match=r"in\.txt, line 3: .*0xff"):
             make(tmp_path / "in.txt", prefix=tmp_path / "out", tokenizer=str(tokenizer), reading=reading)
 
@@ -348,7 +348,7 @@ def test_inputs_that_do_not_work(tmp_path, monkeypatch):
 
 def test_a_kind_that_is_not_in_the_name(tmp_path):
     jsonl(tmp_path / "part-00000", ["abc"])
-    make(tmp_path / "part-00000", prefix=tmp_path / "out", reading=Reading(kind=Kind.JSONL))
+    make(tmp_path / "part-00000", prefix=tmp_path / "out", reading=InputOptions(kind=InputKind.JSONL))
     assert documents_of(tmp_path / "out") == [list(b"abc")]
 
 

@@ -16,7 +16,7 @@ from megatron_files import CODES, write_megatron
 
 from holdfast.data import TokenDataset, megatron
 from holdfast.data.files import TokenFile
-from holdfast.data.megatron import HEADER, Index, write_index
+from holdfast.data.megatron import HEADER, MegatronIndex, write_index
 
 DOCUMENTS = [[[1, 2, 3]], [[4, 5]], [[6]], [[7, 8, 9, 10]]]
 
@@ -228,4 +228,4 @@ def test_an_index_of_no_documents_is_of_no_tokens(tmp_path):
     write_megatron(tmp_path / "corpus", [])
     with pytest.raises(ValueError, match="is empty"):
         TokenDataset(tmp_path / "corpus", 3)
-    assert Index(tmp_path / "corpus.idx", 0).documents == 0
+    assert MegatronIndex(tmp_path / "corpus.idx", 0).documents == 0

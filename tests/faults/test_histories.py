@@ -17,7 +17,7 @@ from harness import TINY, Ran, finish, start, wait_for
 
 from holdfast.agent.simulated_sources import append_kernel_lines, xid_line
 from holdfast.coordinator.kernel.history import Standing, standing
-from holdfast.coordinator.service.history_store import FILE_NAME, History, now_s
+from holdfast.coordinator.service.history_store import FILE_NAME, HistoryStore, now_s
 from holdfast.engines.client import JobClient
 
 ENDLESS = 1_000_000
@@ -97,7 +97,7 @@ def holdfast(home: Path, *args: str) -> str:
 
 def known(home: Path, node: str, file: str = FILE_NAME) -> Standing:
     """What follows for a node from what is remembered."""
-    history = History(str(home / file), must_exist=True)
+    history = HistoryStore(str(home / file), must_exist=True)
     try:
         mine = [entry for entry in history.all() if entry.node == node]
     finally:

@@ -31,8 +31,7 @@ from holdfast.coordinator.service import checking, routes
 from holdfast.coordinator.service.store import Store, state_of
 from holdfast.coordinator.service.tally import Tally
 from holdfast.data.files import TokenFile
-from holdfast.data.megatron import Index as MegatronIndex
-from holdfast.data.megatron import write_index
+from holdfast.data.megatron import MegatronIndex, write_index
 from holdfast.engines.jobs import read_spec
 from holdfast.errors import Damaged, ProtocolError, StateError, UsageError
 from holdfast.health.ruleset import RuleSet

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from holdfast.health.samples import Line, Reading
+from holdfast.health.samples import LogLine, Reading
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -24,7 +24,7 @@ def values(readings) -> dict[tuple[str, str], float | str | None]:
 
 
 def lines(readings) -> list[str]:
-    return [reading.text for reading in readings if isinstance(reading, Line)]
+    return [reading.text for reading in readings if isinstance(reading, LogLine)]
 
 
 class Hand:

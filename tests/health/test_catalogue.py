@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.health import Remedy, Severity
 
 RULES = catalogue()
@@ -34,7 +34,7 @@ def test_a_published_line_is_found_by_its_rule_and_no_other(rule, line):
     found = {
         f.rule
         for i in range(rule.count)
-        for f in engine.on_line(Line(rule.source, line), 1.0 + i * rule.apart)
+        for f in engine.on_line(LogLine(rule.source, line), 1.0 + i * rule.apart)
     }
     assert rule.id in found
     family = rule.id.removesuffix("-repeated")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from holdfast.health.checksums import Apart, apart
+from holdfast.health.checksums import DifferingReplicas, apart
 
 
 @pytest.mark.parametrize(
@@ -13,12 +13,12 @@ from holdfast.health.checksums import Apart, apart
         ([], None),
         ([7], None),
         ([7, 7, 7], None),
-        ([7, 8], Apart(("w0", "w1"), proven=False)),
-        ([7, 8, 7], Apart(("w1",), proven=True)),
-        ([7, 8, 9], Apart(("w0", "w1", "w2"), proven=False)),
-        ([7, 7, 8, 8], Apart(("w0", "w1", "w2", "w3"), proven=False)),
-        ([7, 7, 8, 8, 7], Apart(("w2", "w3"), proven=True)),
-        ([7, 7, 8, 9], Apart(("w0", "w1", "w2", "w3"), proven=False)),
+        ([7, 8], DifferingReplicas(("w0", "w1"), proven=False)),
+        ([7, 8, 7], DifferingReplicas(("w1",), proven=True)),
+        ([7, 8, 9], DifferingReplicas(("w0", "w1", "w2"), proven=False)),
+        ([7, 7, 8, 8], DifferingReplicas(("w0", "w1", "w2", "w3"), proven=False)),
+        ([7, 7, 8, 8, 7], DifferingReplicas(("w2", "w3"), proven=True)),
+        ([7, 7, 8, 9], DifferingReplicas(("w0", "w1", "w2", "w3"), proven=False)),
     ],
 )
 def test_a_majority_of_two_at_least_tells_who_is_wrong(sums, expected):
@@ -36,4 +36,4 @@ def test_nobody_who_is_right_is_ever_proven_wrong():
         if not wrong:
             assert found is None, seed
         elif size - len(wrong) >= 2:
-            assert found == Apart(tuple(f"w{i}" for i in sorted(wrong)), proven=True), seed
+            assert found == DifferingReplicas(tuple(f"w{i}" for i in sorted(wrong)), proven=True), seed

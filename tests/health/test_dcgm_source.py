@@ -7,7 +7,7 @@ from machines import lines, values
 from holdfast.health import dcgm
 from holdfast.health.dcgm import URL_VARIABLE, Dcgm, dcgm_sources, fetch_page
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 LABELS = 'gpu="0",UUID="GPU-aa",pci_bus_id="00000000:5D:00.0",device="nvidia0",modelName="NVIDIA H100",Hostname="a\\"b"'
 OTHER = 'gpu="1",UUID="GPU-bb",pci_bus_id="00000000:9B:00.0",device="nvidia1",modelName="NVIDIA H100",Hostname="a"'
@@ -117,9 +117,9 @@ def test_a_page_is_fetched():
 
 def test_it_is_there_only_when_named_and_the_driver_is_not(monkeypatch, tmp_path):
     monkeypatch.setattr(dcgm, "load_nvml", lambda: None)
-    assert dcgm_sources(Machine()) == []
+    assert dcgm_sources(MachineRoot()) == []
     monkeypatch.setenv(URL_VARIABLE, "http://127.0.0.1:9400/metrics")
-    assert len(dcgm_sources(Machine())) == 1
-    assert dcgm_sources(Machine(tmp_path)) == []
+    assert len(dcgm_sources(MachineRoot())) == 1
+    assert dcgm_sources(MachineRoot(tmp_path)) == []
     monkeypatch.setattr(dcgm, "load_nvml", lambda: object())
-    assert dcgm_sources(Machine()) == []
+    assert dcgm_sources(MachineRoot()) == []

@@ -5,7 +5,7 @@ import struct
 from machines import values, write
 
 from holdfast.health.disks import _COMMAND, Disks, Smart, parse_smart
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 
 def test_drives_and_arrays(tmp_path):
@@ -23,7 +23,7 @@ def test_drives_and_arrays(tmp_path):
             "sys/fs/ext4/features/lazy_itable_init": "supported\n",
         },
     )
-    readings = list(Disks(Machine(tmp_path)).read())
+    readings = list(Disks(MachineRoot(tmp_path)).read())
     assert values(readings) == {
         ("disk.io_errors", "sda"): 31.0,
         ("disk.state", "sda"): "running",
@@ -45,7 +45,7 @@ def test_what_drives_say_of_themselves(tmp_path):
             raise FileNotFoundError(2, "No such file or directory", path)
         return Smart(4, 101, 12)
 
-    source = Disks(Machine(tmp_path), smart)
+    source = Disks(MachineRoot(tmp_path), smart)
     found = values(source.read())
     source.close()
     assert {key: value for key, value in found.items() if key[0] != "nvme.state"} == {

@@ -23,7 +23,7 @@ from holdfast.health.log_matching import NAME_CHARS, begins_with_a_name, literal
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule, make_rule
 from holdfast.health.ruleset import RuleSet, catalogue
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.health import Remedy, acts_on_node
 
 RULES = list(catalogue())
@@ -111,8 +111,8 @@ def test_a_users_rule_does_not_act_on_a_process_that_calls_itself_so():
         if form.startswith("{name}"):
             line = form.format(name="wedged", free="wedged")
             assert begins_with_a_name(line)
-            assert RuleEngine(rules).on_line(Line("kmsg", line), 0.0) == []
-    assert RuleEngine(rules).on_line(Line("kmsg", "wedged: the driver is"), 0.0)
+            assert RuleEngine(rules).on_line(LogLine("kmsg", line), 0.0) == []
+    assert RuleEngine(rules).on_line(LogLine("kmsg", "wedged: the driver is"), 0.0)
 
 
 @pytest.mark.parametrize("remedy", ["reset-device", "reboot", "replace"])
@@ -127,8 +127,8 @@ def test_a_users_rule_that_looks_anywhere_in_the_kernels_lines_is_refused(remedy
 
 def test_an_alternative_in_the_middle_of_a_line_does_not_count():
     rule = make_rule({"id": "ours", "source": "kmsg", "pattern": "^ournic|wedged", "remedy": "reboot"})
-    assert RuleEngine([rule]).on_line(Line("kmsg", "a line that says wedged"), 0.0) == []
-    assert RuleEngine([rule]).on_line(Line("kmsg", "wedged"), 0.0)
+    assert RuleEngine([rule]).on_line(LogLine("kmsg", "a line that says wedged"), 0.0) == []
+    assert RuleEngine([rule]).on_line(LogLine("kmsg", "wedged"), 0.0)
 
 
 def test_the_process_of_an_xid_does_not_choose_its_variant():
@@ -137,7 +137,7 @@ def test_the_process_of_an_xid_does_not_choose_its_variant():
     said = {
         f.rule
         for n in ("python", "Fatal", "a, Fatal", "x 0x7")
-        for f in RuleEngine(RULES).on_line(Line("kmsg", line.format(n)), 0)
+        for f in RuleEngine(RULES).on_line(LogLine("kmsg", line.format(n)), 0)
     }
     assert said == {"xid-145-nonfatal"}
 
@@ -197,7 +197,7 @@ def test_a_newline_in_a_name_begins_no_line_of_the_journal():
     entry = json.dumps(KERNELS | {"MESSAGE": list(text.encode())}).encode()
     assert b"\n" not in entry
     assert journal_text(entry) == text
-    assert RuleEngine(RULES).on_line(Line("kmsg", text), 0.0) == []
+    assert RuleEngine(RULES).on_line(LogLine("kmsg", text), 0.0) == []
 
 
 # ---------------------------------------------------------------- a log that a script writes

@@ -9,7 +9,7 @@ import pytest
 from holdfast.health.kmsg import format_record, parse_record, printed_lines
 from holdfast.health.log_matching import Matchers
 from holdfast.health.ruleset import catalogue
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 
 RULES = catalogue()
 MATCHERS = Matchers(RULES)
@@ -35,7 +35,7 @@ LINES = expectations()
 
 def judged(text: str) -> set[tuple[str, str]]:
     """Remedies and rules of a printed record; of a rule that counts repetitions only the one of a first occurrence."""
-    found = [rule for record in printed_lines(text) for rule, _ in MATCHERS.find(Line("kmsg", record))]
+    found = [rule for record in printed_lines(text) for rule, _ in MATCHERS.find(LogLine("kmsg", record))]
     ids = {rule.id for rule in found}
     milder = [r for r in found if not (r.id.endswith("-repeated") and r.id.removesuffix("-repeated") in ids)]
     return {(r.remedy.value, r.id) for r in milder}
@@ -71,7 +71,7 @@ def test_a_record_of_three_lines_is_one_finding_and_names_its_gpu():
 
     text = next(t for _, rule, t in LINES if rule == "gpu-off-the-bus")
     (record,) = printed_lines(text)
-    found = RuleEngine(RULES).on_line(Line("kmsg", record), 0.0)
+    found = RuleEngine(RULES).on_line(LogLine("kmsg", record), 0.0)
     assert [(f.rule, f.subject) for f in found] == [("gpu-off-the-bus", "gpu 0000:b3:00")]
 
 
@@ -88,6 +88,6 @@ def test_a_later_line_acts_only_where_one_driver_speaks_throughout():
         "a[1]: y",
     ):
         record = f"{first}\n{said}"
-        assert not list(MATCHERS.find(Line("kmsg", record))), record
+        assert not list(MATCHERS.find(LogLine("kmsg", record))), record
     between = f"NVRM: a\nsomebody else\n{said}"
-    assert not list(MATCHERS.find(Line("kmsg", between)))
+    assert not list(MATCHERS.find(LogLine("kmsg", between)))

@@ -9,7 +9,7 @@ from machines import Hand, values, write
 
 from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.mounts import Mounts, parse_mounts
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 ROOT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro\n"
 DATA = r"30 22 8:17 / /data\040one rw,relatime - xfs /dev/sdb1 rw,attr2" + "\n"
@@ -36,7 +36,7 @@ def space(share=0.5, **changes):
 
 def machine(tmp_path, mountinfo, statvfs=lambda path: space(), clock=None):
     write(tmp_path, {"proc/self/mountinfo": mountinfo})
-    return Mounts(Machine(tmp_path), statvfs, clock or itertools.count(0, 60).__next__)
+    return Mounts(MachineRoot(tmp_path), statvfs, clock or itertools.count(0, 60).__next__)
 
 
 def test_only_disks_and_file_servers_are_watched_each_once():
@@ -138,7 +138,7 @@ def test_mounts_that_change_all_the_time_are_not_read_all_the_time(tmp_path):
 
 
 def test_the_kernel_announces_changed_mounts():
-    source = Mounts(Machine())
+    source = Mounts(MachineRoot())
     assert source.fileno() >= 0
     assert ("mount.read_only", "/") in values(source.read()) or not os.path.exists("/dev/vda")
     source.close()

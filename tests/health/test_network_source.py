@@ -7,7 +7,7 @@ from machines import Hand, values, write
 
 from holdfast.health.network import Interfaces, parse_links
 from holdfast.health.rdma import Rdma
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 
 def interface(root, name, carrier="1", flags="0x1003", device=True):
@@ -34,7 +34,7 @@ def test_interfaces_with_a_device_that_are_up(tmp_path):
     interface(tmp_path, "docker0", device=False)
     interface(tmp_path, "eth0")
     interface(tmp_path, "eth1", carrier="", flags="0x1002")  # taken down on purpose
-    source = Interfaces(Machine(tmp_path), Hand())
+    source = Interfaces(MachineRoot(tmp_path), Hand())
     assert source.fileno() == -1
     assert values(source.read()) == {
         ("net.carrier", "eth0"): 1.0,
@@ -57,7 +57,7 @@ def test_a_counter_that_cannot_be_read_is_unknown(tmp_path, monkeypatch):
         return opened(path, *flags)
 
     monkeypatch.setattr(os, "open", refuse)
-    readings = {r.name: r for r in Interfaces(Machine(tmp_path), Hand()).read()}
+    readings = {r.name: r for r in Interfaces(MachineRoot(tmp_path), Hand()).read()}
     assert readings["net.rx_errors"].value is None
     assert "Permission denied" in readings["net.rx_errors"].why
     assert readings["net.tx_errors"].value == 0.0
@@ -97,7 +97,7 @@ def port(
 def test_ports_of_infiniband(tmp_path):
     folder = port(tmp_path, symbol_error=3, link_downed=1, port_rcv_data=10**12)
     write(folder, {"ports/1/hw_counters/rnr_nak_retry_err": "2\n"})
-    source = Rdma(Machine(tmp_path))
+    source = Rdma(MachineRoot(tmp_path))
     readings = list(source.read())
     assert values(readings) == {
         ("rdma.state", "mlx5_0 port 1"): "ACTIVE",
@@ -121,7 +121,7 @@ def test_a_missing_character_device(tmp_path):
     port(tmp_path, "mlx5_0")
     port(tmp_path, "mlx5_1")
     (tmp_path / "sys/class/infiniband_verbs/uverbs1/ibdev").unlink()
-    found = values(Rdma(Machine(tmp_path)).read())
+    found = values(Rdma(MachineRoot(tmp_path)).read())
     assert found["rdma.char_devices_missing", "mlx5_0"] == 0.0
     assert found["rdma.char_devices_missing", "mlx5_1"] == 1.0
 
@@ -131,4 +131,4 @@ def test_efa_says_active_whatever_happens_so_its_interface_is_asked(tmp_path, op
     folder = port(tmp_path, "rdmap1", driver="efa")
     if operstate:
         write(folder, {"device/net/ens5/operstate": operstate + "\n"})
-    assert values(Rdma(Machine(tmp_path)).read()).get(("rdma.state", "rdmap1 port 1")) == expected
+    assert values(Rdma(MachineRoot(tmp_path)).read()).get(("rdma.state", "rdmap1 port 1")) == expected

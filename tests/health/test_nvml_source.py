@@ -9,7 +9,7 @@ from machines import Hand, lines, values, write
 from holdfast.health.nvml import Nvml, load_nvml, nvml_sources
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import load_rules
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 SUBJECT = "gpu 0000:5d:00"
 
@@ -162,8 +162,8 @@ def test_an_xid_wakes_the_reader_and_reads_as_the_kernels_line(nvml, gpus):
 
 
 def test_without_the_library_there_is_no_source(tmp_path):
-    assert nvml_sources(Machine(tmp_path)) == []
-    assert nvml_sources(Machine(tmp_path, tmp_path / "none")) == []
+    assert nvml_sources(MachineRoot(tmp_path)) == []
+    assert nvml_sources(MachineRoot(tmp_path, tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(

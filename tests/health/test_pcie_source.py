@@ -5,7 +5,7 @@ import pytest
 from machines import values, write
 
 from holdfast.health.pcie import Pcie
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 GPU = "0000:5d:00.0"
 SUBJECT = "gpu 0000:5d:00"
@@ -40,7 +40,7 @@ def machine(tmp_path):
 
 def test_errors_and_the_link(machine):
     root, _ = machine
-    readings = list(Pcie(Machine(root)).read())
+    readings = list(Pcie(MachineRoot(root)).read())
     assert values(readings) == {
         ("pcie.lost", SUBJECT): 0.0,
         ("pcie.aer_fatal", SUBJECT): 0.0,
@@ -53,16 +53,16 @@ def test_errors_and_the_link(machine):
 
 def test_a_narrow_link_but_not_a_narrow_slot(machine):
     root, gpu = machine
-    source = Pcie(Machine(root))
+    source = Pcie(MachineRoot(root))
     write(gpu, {"current_link_width": "8\n"})
     assert values(source.read())["pcie.link_width_share", SUBJECT] == 0.5
     write(gpu.parent, {"max_link_width": "8\n"})
-    assert values(Pcie(Machine(root)).read())["pcie.link_width_share", SUBJECT] == 1.0
+    assert values(Pcie(MachineRoot(root)).read())["pcie.link_width_share", SUBJECT] == 1.0
 
 
 def test_a_device_that_does_not_answer_or_went_away_is_lost(machine):
     root, gpu = machine
-    source = Pcie(Machine(root))
+    source = Pcie(MachineRoot(root))
     list(source.read())
     (gpu / "config").write_bytes(b"\xff" * 64)
     assert values(source.read()) == {("pcie.lost", SUBJECT): 1.0}
@@ -74,14 +74,14 @@ def test_a_device_that_does_not_answer_or_went_away_is_lost(machine):
 def test_a_device_that_sleeps_is_left_alone_and_virtual_functions_have_no_link(machine):
     root, gpu = machine
     write(gpu, {"power/runtime_status": "suspended\n"})
-    assert values(Pcie(Machine(root)).read()) == {}
+    assert values(Pcie(MachineRoot(root)).read()) == {}
     write(gpu, {"power/runtime_status": "active\n"})
     os.symlink("../physical", gpu / "physfn")
-    assert values(Pcie(Machine(root)).read()) == {}
+    assert values(Pcie(MachineRoot(root)).read()) == {}
 
 
 def test_an_unknown_speed_is_no_reading(machine):
     root, gpu = machine
     write(gpu, {"current_link_speed": "Unknown\n", "current_link_width": "255\n"})
-    found = values(Pcie(Machine(root)).read())
+    found = values(Pcie(MachineRoot(root)).read())
     assert not {name for name, _ in found if "link" in name}

@@ -1,8 +1,8 @@
 from machines import Hand, values, write
 
 from holdfast.health.machine import machine_sources
-from holdfast.health.processor import Clock, Memory, Pressure, Processes, kernel_clock
-from holdfast.health.sources import Machine
+from holdfast.health.processor import Clock, MemorySource, Pressure, Processes, kernel_clock
+from holdfast.health.sources import MachineRoot
 
 PRESSURE = """some avg10=1.00 avg60=12.50 avg300=3.00 total=123
 full avg10=0.50 avg60=7.25 avg300=0.10 total=45
@@ -12,7 +12,7 @@ full avg10=0.50 avg60=7.25 avg300=0.10 total=45
 def test_pressure_and_what_the_kernel_saw(tmp_path):
     write(tmp_path, {f"proc/pressure/{kind}": PRESSURE for kind in ("cpu", "memory", "io")})
     write(tmp_path, {"proc/sys/kernel/tainted": f"{1 << 14 | 1 << 12}\n"})
-    found = values(Pressure(Machine(tmp_path)).read())
+    found = values(Pressure(MachineRoot(tmp_path)).read())
     assert found["cpu.stalled_percent", ""] == 12.5
     assert found["memory.stalled_percent", ""] == found["io.stalled_percent", ""] == 7.25
     assert found["kernel.saw_soft_lockup", ""] == 1.0
@@ -21,16 +21,16 @@ def test_pressure_and_what_the_kernel_saw(tmp_path):
 
 def test_what_a_machine_does_not_have_gives_no_reading(tmp_path):
     (tmp_path / "proc").mkdir()
-    assert values(Pressure(Machine(tmp_path)).read()) == {}
-    assert values(Memory(Machine(tmp_path)).read()) == {}
-    assert values(Clock(Machine(tmp_path)).read()) == {}
+    assert values(Pressure(MachineRoot(tmp_path)).read()) == {}
+    assert values(MemorySource(MachineRoot(tmp_path)).read()) == {}
+    assert values(Clock(MachineRoot(tmp_path)).read()) == {}
 
 
 def test_a_file_in_an_unknown_form_says_so(tmp_path):
     write(tmp_path, {"proc/pressure/cpu": "some avg10=1.00\n", "proc/meminfo": "MemTotal: lots\n"})
-    (reading,) = Pressure(Machine(tmp_path)).read()
+    (reading,) = Pressure(MachineRoot(tmp_path)).read()
     assert (reading.name, reading.value) == ("cpu.stalled_percent", None)
-    (reading,) = Memory(Machine(tmp_path)).read()
+    (reading,) = MemorySource(MachineRoot(tmp_path)).read()
     assert (reading.name, reading.value) == ("memory.available_share", None)
 
 
@@ -49,7 +49,7 @@ def test_a_process_that_hangs_is_found_by_how_long_it_did(tmp_path):
         },
     )
     clock = Hand()
-    source = Processes(Machine(tmp_path), clock)
+    source = Processes(MachineRoot(tmp_path), clock)
     subject = "process a (b) c (pid 7)"
     found = values(source.read())
     assert found == {
@@ -81,7 +81,7 @@ def test_memory_and_its_controllers(tmp_path):
             "sys/devices/system/edac/mc/power/control": "auto\n",
         },
     )
-    assert values(Memory(Machine(tmp_path)).read()) == {
+    assert values(MemorySource(MachineRoot(tmp_path)).read()) == {
         ("memory.available_share", ""): 0.25,
         ("memory.corrupted_bytes", ""): 4096.0,
         ("memory.oom_kills", ""): 3.0,
@@ -92,7 +92,7 @@ def test_memory_and_its_controllers(tmp_path):
 
 def test_clock_and_boot(tmp_path):
     write(tmp_path, {"proc/sys/kernel/random/boot_id": "abc-def\n", "proc/uptime": "12.50 3.00\n"})
-    found = values(Clock(Machine(tmp_path), lambda: (0x40 | 0x2000, 16_000_000)).read())
+    found = values(Clock(MachineRoot(tmp_path), lambda: (0x40 | 0x2000, 16_000_000)).read())
     assert found == {
         ("clock.unsynchronized", ""): 1.0,
         ("clock.max_error_s", ""): 16.0,
@@ -108,7 +108,7 @@ def test_the_kernel_tells_its_clock():
 
 
 def test_every_source_reads_this_machine():
-    for source in machine_sources(Machine()):
+    for source in machine_sources(MachineRoot()):
         try:
             for reading in source.read():
                 assert reading.source

@@ -19,7 +19,7 @@ from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.messages import Peer
 from holdfast.tools.checks import network, rdma_pair
 from holdfast.tools.checks.rdma import check_rdma, gid_index, read_ports
-from holdfast.tools.checks.rdma_pair import Outcome, Rail, check_rdma_pair, judge_rails, read_outcome
+from holdfast.tools.checks.rdma_pair import ClientResult, Rail, check_rdma_pair, judge_rails, read_outcome
 
 HEALTHY, FAULTY, UNKNOWN = Condition.HEALTHY, Condition.FAULTY, Condition.UNKNOWN
 HOST = "127.0.0.1"
@@ -304,7 +304,7 @@ def test_efa_is_not_measured(tmp_path, fabric):
 
 
 def test_output_of_the_tool():
-    assert read_outcome(0, TABLE.format(gbps="98.02")) == Outcome(98.02e9 / 8)
+    assert read_outcome(0, TABLE.format(gbps="98.02")) == ClientResult(98.02e9 / 8)
     assert (
         read_outcome(0, " 65536      5000             51.05              51.04\n").bytes_per_s == 51.04e9 / 8
     )
@@ -312,7 +312,7 @@ def test_output_of_the_tool():
     assert read_outcome(1, missing).bytes_per_s is None
     assert read_outcome(1, missing).why.endswith("exit code 1: Unable to find the Infiniband/RoCE device")
     with pytest.raises(CannotCheck, match="mlx5_0 port 1: no"):
-        judge_rails([(Rail("mlx5_0", 1, 400.0), Outcome(None, "no"))], "n2")
+        judge_rails([(Rail("mlx5_0", 1, 400.0), ClientResult(None, "no"))], "n2")
 
 
 def test_two_rounds_name_the_node_and_its_rail():

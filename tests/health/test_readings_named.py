@@ -12,7 +12,7 @@ from holdfast.health.network import Interfaces
 from holdfast.health.rdma import Rdma
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import load_rules
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 OTHERS = {"worker", "peers"}
 """Sources that are not of the machine."""
@@ -48,7 +48,7 @@ def test_a_link_is_lost_only_if_it_was_there(tmp_path):
     port(tmp_path, "mlx5_0")
     port(tmp_path, "mlx5_1", state="1: DOWN")
     engine = RuleEngine(load_rules())
-    sources = [Interfaces(Machine(tmp_path), clock), Rdma(Machine(tmp_path))]
+    sources = [Interfaces(MachineRoot(tmp_path), clock), Rdma(MachineRoot(tmp_path))]
     for now_s in (0.0, 30.0, 60.0):
         assert [rule for source in sources for rule in found(engine, source, now_s)] == []
     interface(tmp_path, "eth0", carrier="0")

@@ -5,7 +5,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue, load_rules
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.health import Remedy, Severity
 
 XID_43 = "NVRM: Xid (PCI:0000:05:00): 43, pid=1, name=python, Ch 00000010"
@@ -40,7 +40,7 @@ def write(tmp_path, text):
 
 def found(rules, *texts):
     engine = RuleEngine(rules)
-    return [f for i, text in enumerate(texts) for f in engine.on_line(Line("kmsg", text), float(i))]
+    return [f for i, text in enumerate(texts) for f in engine.on_line(LogLine("kmsg", text), float(i))]
 
 
 def test_they_add_override_and_switch_off(tmp_path):

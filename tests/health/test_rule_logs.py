@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import make_rule
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.health import Remedy, Severity
 
 
@@ -13,7 +13,7 @@ def make(**fields):
 
 
 def say(engine, text, at, worker="node0.0#1"):
-    return engine.on_line(Line("log", text, worker), at)
+    return engine.on_line(LogLine("log", text, worker), at)
 
 
 def test_fault_on_match_ends_the_worker_that_said_it():

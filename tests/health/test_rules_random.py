@@ -10,7 +10,7 @@ from holdfast.health.log_matching import Matchers, literals
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import make_rule
 from holdfast.health.ruleset import catalogue
-from holdfast.health.samples import Line, Reading
+from holdfast.health.samples import LogLine, Reading
 from holdfast.protocol.health import EVIDENCE_CHARS, Condition
 
 RULES = list(catalogue())
@@ -26,7 +26,7 @@ def test_no_line_is_too_strange(example, noise, at):
     source, line = example
     engine = RuleEngine(RULES)
     for mangled in (line[:at] + noise + line[at:], line[at:], noise, line * 40, noise + line):
-        for finding in engine.on_line(Line(source, mangled), 0.0):
+        for finding in engine.on_line(LogLine(source, mangled), 0.0):
             assert len(finding.evidence) <= EVIDENCE_CHARS
 
 
@@ -66,7 +66,7 @@ def test_one_finding_for_each_burst(events):
         expected += now - last.get(gpu, -1e9) > 180.0
         last[gpu] = now
         line = f"NVRM: Xid (PCI:0000:0{gpu}:00): 79, pid=1, name=x, GPU has fallen off the bus."
-        found += len(engine.on_line(Line("kmsg", line), now))
+        found += len(engine.on_line(LogLine("kmsg", line), now))
     assert found == expected
 
 
@@ -79,7 +79,7 @@ def test_counts_are_those_of_the_window(events, count, window):
     engine = RuleEngine([rule])
     for i, at in enumerate(ordered := sorted(events)):
         within = sum(at - before <= window for before in ordered[: i + 1])
-        assert bool(engine.on_line(Line("kmsg", "x"), at)) == (within >= count)
+        assert bool(engine.on_line(LogLine("kmsg", "x"), at)) == (within >= count)
 
 
 @settings(max_examples=100, deadline=None)
@@ -119,7 +119,7 @@ def test_memory_is_bounded(monkeypatch):
         ]
     )
     for i in range(5000):
-        engine.on_line(Line("kmsg", f"x{i}"), float(i))
+        engine.on_line(LogLine("kmsg", f"x{i}"), float(i))
     assert len(engine._bursts) <= 50
     assert len(engine._matches) <= 50
 

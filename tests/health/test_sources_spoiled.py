@@ -5,7 +5,7 @@ from bench.health import rig
 
 from holdfast.health.machine import machine_sources
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 CONTENTS = (b"", b"-1\n", b"9" * 40, b"\xff\xfe\x00 b c\n" * 3, b": :\n( ) D\n")
 
@@ -26,7 +26,7 @@ def machine(tmp_path, monkeypatch):
 
 def read(root):
     names = set()
-    for source in machine_sources(Machine(root)):
+    for source in machine_sources(MachineRoot(root)):
         for reading in source.read():
             assert isinstance(reading, Reading)
             assert reading.value is not None or reading.why

@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from holdfast.agent import health, simulated_sources, source_poller
-from holdfast.agent.health import Watcher
+from holdfast.agent.health import HealthWatcher
 from holdfast.health.kmsg import Kmsg
 from holdfast.health.machine import machine_sources
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
-from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Machine
+from holdfast.health.samples import LogLine, Reading
+from holdfast.health.sources import MachineRoot
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.health import Condition, HealthSpec, Remedy, Severity
 
@@ -29,7 +29,7 @@ class Node:
     def __init__(self, tmp_path, spec):
         self.folder = tmp_path / "node0"
         self.told: asyncio.Queue = asyncio.Queue()
-        self.watcher = Watcher(self.folder, spec, False, self._hear, tmp_path)
+        self.watcher = HealthWatcher(self.folder, spec, False, self._hear, tmp_path)
 
     def _hear(self, message):
         for finding in message.findings:
@@ -115,7 +115,7 @@ def test_of_the_nodes_of_one_machine_one_says_it_for_all(tmp_path, monkeypatch):
 
     async def main():
         for name in ("node0", "node1", "node2"):
-            watcher = Watcher(tmp_path / "nodes" / name, HealthSpec(), True, told.append, tmp_path)
+            watcher = HealthWatcher(tmp_path / "nodes" / name, HealthSpec(), True, told.append, tmp_path)
             await watcher.start()
             watcher.close()
 
@@ -242,7 +242,7 @@ class Scripted:
         if self.hang.is_set():
             self.go.wait(WITHIN_S)
         yield Reading(source="driver", name="driver.value", value=1.0)
-        yield Line("kmsg", OFF_THE_BUS)
+        yield LogLine("kmsg", OFF_THE_BUS)
 
     def close(self):
         self.closed = True
@@ -372,7 +372,7 @@ def test_faults_of_a_machine(fault, rule, remedy, on_a_node):
 @pytest.mark.parametrize(("kind", "rule"), [(FaultKind.ECC, "edac-ue"), (FaultKind.LINK_DOWN, "rdma-down")])
 def test_the_sources_of_a_real_machine_see_it_in_the_stand_in(kind, rule, tmp_path):
     """Read by hand, for their periods are long."""
-    machine = Machine(tmp_path / "machine")
+    machine = MachineRoot(tmp_path / "machine")
     simulated_sources.write_files(machine.root, simulated_sources.HEALTHY)
     engine = RuleEngine(catalogue())
     sources = machine_sources(machine)

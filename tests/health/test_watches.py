@@ -22,7 +22,7 @@ from holdfast.health.kmsg import Journal
 from holdfast.health.machine import machine_sources
 from holdfast.health.nvml import Nvml
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine, Source
+from holdfast.health.sources import MachineRoot, Source
 from holdfast.health.xids import HANGS_S, XidEvents
 from holdfast.protocol.health import Condition, Finding
 
@@ -90,7 +90,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Source
     rig.build(tmp_path)
     (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw\n")
-    sources = machine_sources(Machine(tmp_path))
+    sources = machine_sources(MachineRoot(tmp_path))
     sources += [Nvml(tmp_path, refusing_library()), Dcgm("http://localhost", refusing_page)]
     found = {type(source).__name__: source for source in sources}
     assert sorted(found) == sorted(SOURCES), "a source that this test does not know"

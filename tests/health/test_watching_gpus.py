@@ -5,9 +5,9 @@ import importlib
 
 from gpus import forget, stand_in, xid
 
-from holdfast.agent.health import Watcher
+from holdfast.agent.health import HealthWatcher
 from holdfast.agent.simulated_sources import append_kernel_lines
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 from holdfast.protocol.health import HealthSpec
 
 LOCKUP = "watchdog: BUG: soft lockup - CPU#18 stuck for 27s! [python3:2254956]"
@@ -31,10 +31,10 @@ class Findings:
 
 
 async def watch(tmp_path):
-    machine = Machine(tmp_path / "machine", tmp_path / "machine" / "nvml")
+    machine = MachineRoot(tmp_path / "machine", tmp_path / "machine" / "nvml")
     stand_in(machine.nvml)
     findings = Findings()
-    watcher = Watcher(tmp_path / "node", HealthSpec(), True, findings.send, tmp_path)
+    watcher = HealthWatcher(tmp_path / "node", HealthSpec(), True, findings.send, tmp_path)
     await watcher.start()
     try:
         await watcher.stand_in(machine)

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.health import Remedy, Severity
 
 RULES = list(catalogue())
@@ -17,7 +17,7 @@ def engine():
 
 
 def say(engine, *texts, at=0.0, source="kmsg"):
-    return [f for text in texts for f in engine.on_line(Line(source, text), at)]
+    return [f for text in texts for f in engine.on_line(LogLine(source, text), at)]
 
 
 def rules(findings):
@@ -169,5 +169,5 @@ def test_an_application_error_twice_on_one_gpu_suspects_the_gpu(engine, code):
 
 
 def test_old_lines_are_as_old_as_they_are(engine):
-    (finding,) = engine.on_line(Line("kmsg", OFF_THE_BUS, age_s=2.5), 100.0)
+    (finding,) = engine.on_line(LogLine("kmsg", OFF_THE_BUS, age_s=2.5), 100.0)
     assert finding.age_s == 2.5

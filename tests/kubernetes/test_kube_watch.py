@@ -37,7 +37,7 @@ from holdfast.kubernetes.objects.machine import (
     machine_seen,
     note_patches,
 )
-from holdfast.kubernetes.pods.watch import NodeHealth, watch
+from holdfast.kubernetes.pods.watch import NodeConditionWriter, watch
 from holdfast.kubernetes.policy.plan import MakeNode, Observed
 from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity, acts_on_node
 from holdfast.protocol.messages import FindingsReported, NodeReadings
@@ -312,7 +312,7 @@ def msg(kind: str, made: dict[str, Any]) -> bytes:
 
 
 def watched(
-    check: Callable[[OneNode, Callable[..., NodeHealth], Any], Awaitable[None]], **fields: Any
+    check: Callable[[OneNode, Callable[..., NodeConditionWriter], Any], Awaitable[None]], **fields: Any
 ) -> None:
     """Runs a check with a function that starts a watch in a boot, and one that ends it."""
 
@@ -322,9 +322,9 @@ def watched(
             await fake.put(NODE, node(**fields), "ADDED")
             running: list[asyncio.Task[None]] = []
 
-            def start(boot: str = "b1") -> NodeHealth:
+            def start(boot: str = "b1") -> NodeConditionWriter:
                 at_once = Backoff(first_s=0.0)
-                made = NodeHealth(api, "m1", boot, at_once, Backoff(first_s=0.0))
+                made = NodeConditionWriter(api, "m1", boot, at_once, Backoff(first_s=0.0))
                 running.append(asyncio.create_task(made.run()))
                 return made
 
@@ -429,7 +429,7 @@ def test_one_that_may_not_look_says_so() -> None:
     async def run() -> None:
         async with serving(OneNode()) as api, asyncio.timeout(WITHIN_S):
             with pytest.raises(ApiError, match="NotFound"):
-                await NodeHealth(api, "m1", "b1").run()
+                await NodeConditionWriter(api, "m1", "b1").run()
 
     asyncio.run(run())
 

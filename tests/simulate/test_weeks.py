@@ -18,7 +18,7 @@ from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import StepSummary, Tally
-from holdfast.coordinator.service.watchers import Watcher
+from holdfast.coordinator.service.watchers import JobWatcher
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.tools.simulate.cluster import Cluster
 from holdfast.tools.simulate.scenario import FailureClass, Scenario
@@ -60,7 +60,7 @@ class Weeks:
         )  # fmt: skip
         self.every, self.events, self.incidents = every, 0, 0
         self.sizes: list[tuple[int, int]] = []
-        self.watchers = [Watcher(0) for _ in range(WATCHERS)]
+        self.watchers = [JobWatcher(0) for _ in range(WATCHERS)]
         self.then: Callable[[float, LedgerEvent], object] = lambda at_s, event: None
         self.cluster = Cluster(asked, 1, note=self.note)
         self.core = self.cluster.core

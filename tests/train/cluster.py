@@ -9,8 +9,8 @@ import torch
 
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelListener
-from holdfast.train.generation_group import Group
-from holdfast.train.place import Seat, share, shares
+from holdfast.train.generation_group import GenerationGroup
+from holdfast.train.place import WorkShare, share, shares
 from holdfast.train.replica import Replica
 
 TOKEN = "secret"
@@ -39,10 +39,10 @@ class Cluster:
             ),
         )
 
-    def group(self, generation: Generation, rank: int) -> Group:
-        return Group(generation, rank, "127.0.0.1", self.listeners[rank])
+    def group(self, generation: Generation, rank: int) -> GenerationGroup:
+        return GenerationGroup(generation, rank, "127.0.0.1", self.listeners[rank])
 
-    def join(self, number: int) -> list[Group]:
+    def join(self, number: int) -> list[GenerationGroup]:
         generation = self.generation(number)
         groups = [self.group(generation, rank) for rank in range(self.size)]
         list(self.pool.map(lambda g: g.join(TOKEN), groups))
@@ -95,7 +95,7 @@ class Worker(Replica):
             generation=group.generation,
             shard_count=1,
             weighs=True,
-            seat=lambda: Seat(
+            seat=lambda: WorkShare(
                 micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
             ),
             words=lambda: [len(mine) for mine in shares(count, world)],

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.coordinator.kernel.state import Halting
 from holdfast.coordinator.membership import replicas
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.protocol import messages as m
 from holdfast.train.reconnectable_group import CollectiveCounts, ReplicaGroups
 
@@ -26,7 +26,7 @@ def test_a_worker_goes_on_to_where_it_is_told_to():
     here.run_to({"a": 3, "elsewhere": 7}, 1, True)
     here.begin("a")
     here.begin("a")
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         here.begin("a")
     assert here.leave(broken=True) == 1
     assert said.empty()  # the word to leave had come
@@ -89,7 +89,7 @@ def test_an_abort_frees_who_waits():
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(here.begin, "a")
         here.abort()
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             waits.result(timeout=10)
     assert here.leave(broken=True) == -1
     here.renew()

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from cluster import TOKEN, Cluster
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelStore, ControlChannel
 
@@ -213,7 +213,7 @@ def test_who_listens_in_a_members_place_is_shown_nothing_of_use(cluster, says):
             rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
         )
         mesh = ControlChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
-        with pytest.raises(CollectiveFailed, match=r"cannot reach rank 0 on n0.*where w0 listened"):
+        with pytest.raises(CollectiveFault, match=r"cannot reach rank 0 on n0.*where w0 listened"):
             mesh.connect(cluster.listeners[1], TOKEN)
         listening.result()
     assert TOKEN.encode() not in seen[0]
@@ -236,7 +236,7 @@ def test_a_break_frees_who_waits_for_an_answer(cluster):
             assert sock.recv(4096)
             began = time.monotonic()
             mesh.abort()
-            with pytest.raises(CollectiveFailed):
+            with pytest.raises(CollectiveFault):
                 joining.result(timeout=10)
             assert time.monotonic() - began < 1.0
 
@@ -244,7 +244,7 @@ def test_a_break_frees_who_waits_for_an_answer(cluster):
 def test_a_member_that_comes_for_a_generation_that_broke_is_let_go(cluster):
     cluster.listeners[0].release(1)
     generation = cluster.generation(1, ranks=[0, 1])
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         ControlChannel(generation, 1).connect(cluster.listeners[1], TOKEN)
 
 

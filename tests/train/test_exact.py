@@ -13,7 +13,7 @@ import torch
 from cluster import Cluster, Worker, compute
 
 import holdfast as hf
-from holdfast.errors import CollectiveFailed, UsageError
+from holdfast.errors import CollectiveFault, UsageError
 from holdfast.train import exact
 from holdfast.train.data_cursor import DataCursor
 from holdfast.train.exact import ExactSum, prepare
@@ -386,7 +386,7 @@ def test_an_abort_frees_who_waits_for_a_slice():
                 for other in groups:
                     other.abort()
             else:
-                with pytest.raises(CollectiveFailed):
+                with pytest.raises(CollectiveFault):
                     reduce(own, group)
             own.drain(group)
             group.close()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.protocol import messages as m
-from holdfast.train.snapshots import Snapshots
+from holdfast.train.snapshots import StateSnapshots
 
 
 def joined(every="10", saves=True, shard=(0, 1)):
@@ -14,7 +14,7 @@ def joined(every="10", saves=True, shard=(0, 1)):
     link = SimpleNamespace(
         start=SimpleNamespace(env={"HOLDFAST_SNAPSHOT_EVERY": every}), send=said.append, page=None
     )
-    snapshots = Snapshots(link, SimpleNamespace())
+    snapshots = StateSnapshots(link, SimpleNamespace())
     join(snapshots, saves, shard)
     return snapshots, said
 

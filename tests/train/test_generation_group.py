@@ -13,7 +13,7 @@ import pytest
 import torch
 from cluster import TOKEN, Cluster
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train import gloo_group as wires_module
 from holdfast.train.reduction import GradientSum
@@ -47,7 +47,7 @@ def test_a_rank_at_another_step_is_noticed(cluster):
     def talk(group):
         step = 6 if group.rank == 1 else 5
         group.channel.send(step, (0.0, 0.0, 0.0))
-        with pytest.raises(CollectiveFailed, match="at step"):
+        with pytest.raises(CollectiveFault, match="at step"):
             group.channel.receive(step, [(0.0, 0.0, 0.0)])
         return True
 
@@ -79,7 +79,7 @@ def test_a_broken_mesh_frees_who_waits(cluster):
             groups[0].channel.abort()
             return "silent"
         waiting.set()
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             group.channel.receive(1, [(0.0, 0.0, 0.0)])
         return "free"
 
@@ -131,7 +131,7 @@ def test_an_abort_at_any_moment_frees_every_all_reduce(seed, cluster):
             began = time.monotonic()
             work = works.get(group.rank)
             if work is not None:
-                with contextlib.suppress(CollectiveFailed):
+                with contextlib.suppress(CollectiveFault):
                     group.wait(work)
                 group.drain(work)
             group.close()
@@ -153,13 +153,13 @@ def test_a_member_that_dies_while_gloo_connects_does_not_hold_the_others(cluster
     monkeypatch.setattr(wires_module, "_gloo", gloo)
     groups = [cluster.group(cluster.generation(1), rank) for rank in range(3)]
     waiting = [cluster.pool.submit(group.join, TOKEN) for group in groups]
-    with pytest.raises(CollectiveFailed, match="died here"):
+    with pytest.raises(CollectiveFault, match="died here"):
         waiting[0].result(timeout=10)
     began = time.monotonic()
     for group in groups:
         group.abort()
     for other in waiting[1:]:
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             other.result(timeout=10)
     assert time.monotonic() - began < 5.0  # gloo would try for CONNECT_TIMEOUT
     for group in groups:
@@ -171,7 +171,7 @@ def test_a_member_that_never_connects_does_not_hold_the_others_after_a_break(clu
     group = cluster.group(generation, 0)
 
     def connect():
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             group.join(TOKEN)
         return True
 
@@ -184,7 +184,7 @@ def test_a_break_that_comes_before_the_connecting_ends_it(cluster):
     group = cluster.group(cluster.generation(3), 0)
     group.abort()
     waiting = cluster.pool.submit(group.join, TOKEN)
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         waiting.result(timeout=10)
 
 
@@ -210,7 +210,7 @@ def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break
             threading.Event().wait(0.001)  # the kernel tells nobody when it has sent it
         began = time.monotonic()
         group.abort()
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             waiting.result(timeout=10)
         assert time.monotonic() - began < 3.0  # the connection's own time-out is 5 s
         group.close()
@@ -220,10 +220,10 @@ def test_a_stranger_without_the_token_is_not_let_in(cluster):
     generation = cluster.generation(1, ranks=[0, 1])
     host, guest = cluster.group(generation, 0), cluster.group(generation, 1)
     waiting = cluster.pool.submit(host.join, TOKEN)
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         guest.join("wrong")
     host.abort()
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         waiting.result(timeout=10)
     host.close()
     guest.close()

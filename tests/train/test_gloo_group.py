@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.protocol.network.sockets import CONGESTION, unpace
 from holdfast.train import gloo_group as wires_module
 from holdfast.train.gloo_group import (
@@ -92,7 +92,7 @@ def test_an_abort_frees_who_waits_for_the_others(gloo):
                 every.abort()
             return
         begun.set()
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             gloo[rank].scatter_sum(torch.empty(1000), torch.ones(1000 * len(gloo)), BufferPool())
 
     each(len(gloo), wait)

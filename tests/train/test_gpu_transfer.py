@@ -60,7 +60,7 @@ def test_nothing_is_lost_that_a_quick_donor_says_before_the_newcomer_listens(don
     source, target = Big(0), Big(1)
     donors[0].publish(4, state_image.capture({"big": source}, 7))
     said = threading.Event()
-    send, wait = gpu_transfer.Line._send, gpu_transfer.Line.wait
+    send, wait = gpu_transfer.TransferStore._send, gpu_transfer.TransferStore.wait
 
     def sends(line, frame):
         send(line, frame)
@@ -70,8 +70,8 @@ def test_nothing_is_lost_that_a_quick_donor_says_before_the_newcomer_listens(don
         said.set()
         wait(line, *given)
 
-    monkeypatch.setattr(gpu_transfer.Line, "_send", sends)
-    monkeypatch.setattr(gpu_transfer.Line, "wait", waits)
+    monkeypatch.setattr(gpu_transfer.TransferStore, "_send", sends)
+    monkeypatch.setattr(gpu_transfer.TransferStore, "wait", waits)
 
     class Late(http.client.HTTPConnection):
         def request(self, method, url, **more):

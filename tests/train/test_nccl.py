@@ -7,7 +7,7 @@ import torch
 from cluster import Cluster
 from torch.distributed import HashStore
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.train import gloo_group
 from holdfast.train.control_channel import ChannelStore
 from holdfast.train.gloo_group import GlooGroup
@@ -64,7 +64,7 @@ def test_an_abort_reaches_a_group_that_is_being_made(gloo, monkeypatch):
     failed = []
 
     def connect():
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             gloo.connect(None)
         failed.append(True)
 
@@ -88,7 +88,7 @@ def test_a_group_that_came_after_the_abort_is_aborted_too(gloo, monkeypatch):
         made(group)
 
     monkeypatch.setattr(gloo_group, "nccl_group", nccl_group)
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         gloo.connect(None)
     group.ended.wait()
     gloo.close()
@@ -114,9 +114,9 @@ def test_garbage_does_not_count(gloo, monkeypatch):
     work = Work()
     gloo.wait(work)
     gloo.abort()
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         gloo.wait(work)
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         gloo.intact()
     assert gloo.drain(work)  # what comes next on the device comes after it
     assert work.waits == 3
@@ -138,7 +138,7 @@ def test_a_key_that_a_group_sets_later_does_not_disturb_the_mesh():
         store.finish()
         store.set("exception_dump", "y")
         assert store.check([f"before-{1 - group.rank}", "exception_dump"])
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             store.get("nobody's")
         group.channel.send(3, (1.0, 2.0, 3.0))
         return group.channel.receive(3, [(1.0, 2.0, 3.0)])
@@ -157,7 +157,7 @@ def test_a_collective_that_nobody_wants_to_wait_for_is_queued(gloo, monkeypatch)
     gloo.wait(work)
     work.wait()
     gloo.abort()
-    with pytest.raises(CollectiveFailed):
+    with pytest.raises(CollectiveFault):
         gloo.wait(work)
     assert gloo.drain(work)
     gloo.close()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from test_staging import Some
 from torch.distributed import distributed_c10d
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.train import gloo_group, gpu_transfer, state_image
 from holdfast.train.gloo_group import GlooGroup
 
@@ -155,7 +155,7 @@ def lost_in_the_middle(rank: int, store: Any) -> dict[str, float]:
     thread.start()
     began_s = time.monotonic()
     tensor = row(rank)
-    with suppress(CollectiveFailed):
+    with suppress(CollectiveFault):
         group.wait(group.allreduce(tensor))  # its kernel waits for one that is gone
     product = torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def lost_in_the_middle(rank: int, store: Any) -> dict[str, float]:
     refused = False
     try:
         group.intact()
-    except CollectiveFailed:
+    except CollectiveFault:
         refused = True
     group.close()
     after_s = time.monotonic()
@@ -209,7 +209,7 @@ def waits_for_nobody(rank: int, store: Any) -> float:
             group.abort()
 
     group.waits = abort
-    with suppress(CollectiveFailed):
+    with suppress(CollectiveFault):
         group.connect(store)
         raise AssertionError("it connected to nobody")
     group.close()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from cluster import Worker, nothing
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.train.data_cursor import DataCursor
 from holdfast.train.reduction import GradientSum
-from holdfast.train.replica import Stage
+from holdfast.train.replica import StepStage
 from holdfast.train.step import Step
 
 
@@ -58,7 +58,7 @@ class Batches:
 
 
 def fail(*_):
-    raise CollectiveFailed("struck")
+    raise CollectiveFault("struck")
 
 
 def run(replica, batches=None, also=()):
@@ -83,7 +83,7 @@ def test_a_step_that_counts_says_what_it_came_to():
 def test_a_fault_after_the_gradient_is_there_leaves_a_step_that_can_still_be_committed_once(monkeypatch):
     replica = Alone(vote=fail)
     step, weight = run(replica)
-    assert (replica.left.stage, step.committed) == (Stage.PREPARED, False)
+    assert (replica.left.stage, step.committed) == (StepStage.PREPARED, False)
     assert torch.equal(weight.detach(), torch.zeros(4))
     later = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 1000.0)
     monkeypatch.setattr("holdfast.train.replica.time", later)
@@ -99,7 +99,7 @@ def test_a_fault_after_the_gradient_is_there_leaves_a_step_that_can_still_be_com
 def test_a_fault_before_leaves_an_open_step():
     replica = Alone(check=fail)
     step, _ = run(replica)
-    assert (replica.left.stage, step.committed) == (Stage.OPEN, False)
+    assert (replica.left.stage, step.committed) == (StepStage.OPEN, False)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_what_breaks_within_the_commit_leaves_a_partially_applied_step(how):
     """The state may be that of neither step, so it must not be updated again."""
     replica = Alone()
     step, _ = run(replica, **how)
-    assert (replica.left.stage, step.committed) == (Stage.PARTIALLY_APPLIED, False)
+    assert (replica.left.stage, step.committed) == (StepStage.PARTIALLY_APPLIED, False)

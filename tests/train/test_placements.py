@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.errors import CollectiveFailed, StateError, UsageError
+from holdfast.errors import CollectiveFault, StateError, UsageError
 from holdfast.protocol.messages import Generation, Member
 from holdfast.tensors.dtensor_shards import like, local_of, piece_of
 from holdfast.train import restore, state_image
@@ -344,5 +344,5 @@ def test_degrees_that_cannot_be():
 def test_an_aborted_group_does_not_blame_the_script():
     with closing(place_of("fsdp", 0)) as place:
         place.groups.abort()
-        with pytest.raises(CollectiveFailed):
+        with pytest.raises(CollectiveFault):
             torch.distributed.barrier()

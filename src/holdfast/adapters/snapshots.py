@@ -81,7 +81,7 @@ class Saver:
         return found
 
 
-class Kept:
+class DeferredState:
     """Saved as it is; keeps what is loaded, because its owner is not there yet, or takes it in another way."""
 
     def __init__(self, value: Any = None) -> None:

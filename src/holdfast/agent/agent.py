@@ -18,7 +18,7 @@ import msgspec
 from holdfast.agent import simulated_sources
 from holdfast.agent.checks import NodeChecks, Repairs
 from holdfast.agent.coordinator_link import CoordinatorLink, show_ready
-from holdfast.agent.health import Watcher
+from holdfast.agent.health import HealthWatcher
 from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.ledger_copy import LedgerCopy
 from holdfast.agent.process import Leftovers, WorkerProcess, innermost
@@ -108,7 +108,7 @@ class Agent:
         root = Path("/")
         self._identity = identity(root, config.node if config.shared_machine else "", environ=os.environ)
         self._devices = () if config.shared_machine else devices(root)
-        self._watcher = Watcher(
+        self._watcher = HealthWatcher(
             folder=config.job_dir / "nodes" / config.node,
             spec=self._health,
             shared=config.shared_machine,

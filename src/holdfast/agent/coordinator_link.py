@@ -27,7 +27,7 @@ from holdfast.protocol.network import endpoint
 from holdfast.protocol.network.endpoint import Endpoint, Hearing, Whereabouts
 from holdfast.protocol.network.http_client import Unproven, proving, request
 from holdfast.protocol.network.lookup import Lookup
-from holdfast.protocol.network.range_server import RangeServer, Request
+from holdfast.protocol.network.range_server import RangeRequest, RangeServer
 from holdfast.protocol.wire.frames import Codec, encode
 
 _log = logging.getLogger(__name__)
@@ -418,7 +418,7 @@ class _Server(RangeServer):
         self._heard, self._told = heard, told
         super().__init__(host, token, endpoint.agent_name(node), "holdfast-ready", port)
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: RangeRequest) -> None:
         told = endpoint.told_by(request.path)
         if told is not None:
             self._told(told)

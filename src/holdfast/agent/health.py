@@ -27,8 +27,8 @@ from holdfast.health.machine import machine_sources
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule
 from holdfast.health.ruleset import catalogue, load_rules
-from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Machine
+from holdfast.health.samples import LogLine, Reading
+from holdfast.health.sources import MachineRoot
 from holdfast.observe.inotify import MODIFIED, Inotify
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import (
@@ -48,7 +48,7 @@ FIRST_READ_S = 10.0
 _T = TypeVar("_T")
 
 
-class Watcher:
+class HealthWatcher:
     """Looks after one node. `send` gets what is to be told to the coordinator.
 
     folder: the node's own, for what it remembers, the log that stands in for the kernel's (`kmsg`) and the stand-in for
@@ -101,7 +101,7 @@ class Watcher:
         self._follow_kernel()
         machine = self._poller(self._shared)
         try:
-            machine.add(await asyncio.to_thread(machine_sources, Machine(job_dirs=(self._job_dir,))))
+            machine.add(await asyncio.to_thread(machine_sources, MachineRoot(job_dirs=(self._job_dir,))))
         except Exception as error:  # noqa: BLE001 - the node trains unwatched, and that is said
             self._tell_own(WATCH_ENDED, f"the machine is not watched: {type(error).__name__}: {error}")
         self._look_after()
@@ -132,7 +132,7 @@ class Watcher:
         kernel = frozenset() if self._kernel is None else frozenset({SOURCE})
         return kernel.union(*(poller.sources for poller in self._pollers))
 
-    async def stand_in(self, machine: Machine) -> None:
+    async def stand_in(self, machine: MachineRoot) -> None:
         """Watches the stand-in for this node's machine from now on like a real one; returns when it was read once."""
         if self._standing_in is None and self._spec.watch:
             self._standing_in = self._poller(shared=False)
@@ -240,7 +240,7 @@ class Watcher:
         if any(_stamp(name) != stamp for name, stamp in self._stamps.items()):
             self._rules_changed()
 
-    def _judge(self, lines: Iterable[Line], shared: bool) -> None:
+    def _judge(self, lines: Iterable[LogLine], shared: bool) -> None:
         now = time.monotonic()
         findings: list[Finding] = []
         for line in lines:
@@ -433,7 +433,7 @@ class Figures:
         self._newest: dict[tuple[str, str], tuple[float, float]] = {}
         self._due = False
 
-    def take(self, readings: Iterable[Reading | Line]) -> None:
+    def take(self, readings: Iterable[Reading | LogLine]) -> None:
         """What one source has read."""
         now = self._clock()
         found = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.agent.health import Watcher
+from holdfast.agent.health import HealthWatcher
 from holdfast.health.kmsg import format_record
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 from holdfast.protocol.faults import ArmedFault, FaultKind
 
 PCI = "0000:3b:00"
@@ -69,11 +69,11 @@ XID_FORMS = {
 )
 
 
-async def strike(watcher: Watcher, fault: ArmedFault) -> None:
+async def strike(watcher: HealthWatcher, fault: ArmedFault) -> None:
     """Does to this node's stand-in what the fault says."""
     kind = fault.kind
     if kind in BROKEN:
-        machine = Machine(watcher.folder / "machine", watcher.folder / "machine" / "nvml")
+        machine = MachineRoot(watcher.folder / "machine", watcher.folder / "machine" / "nvml")
         # Written once: a second fault strikes the machine as the first one left it, with its counters, and
         # not a healthy one.
         if not machine.root.exists():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule
-from holdfast.health.samples import Line, Reading
+from holdfast.health.samples import LogLine, Reading
 from holdfast.health.sources import Source
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.machine.processes import stand_back
@@ -57,8 +57,8 @@ class Poller:
         self,
         rules: Iterable[Rule],
         found: Callable[[list[Finding]], None],
-        on_lines: Callable[[list[Line]], None] = lambda lines: None,
-        on_read: Callable[[list[Reading | Line]], None] = lambda readings: None,
+        on_lines: Callable[[list[LogLine]], None] = lambda lines: None,
+        on_read: Callable[[list[Reading | LogLine]], None] = lambda readings: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_read: gets all that one source has read, on the poller's thread, before it is judged."""
@@ -281,11 +281,11 @@ class Poller:
                 self._say_unwatched(self._clock())
         return True
 
-    def _judge(self, readings: Iterable[Reading | Line], now_s: float) -> None:
+    def _judge(self, readings: Iterable[Reading | LogLine], now_s: float) -> None:
         findings: list[Finding] = []
-        lines: list[Line] = []
+        lines: list[LogLine] = []
         for item in readings:
-            if isinstance(item, Line):
+            if isinstance(item, LogLine):
                 lines.append(item)
             else:
                 findings += self._rule_engine.on_reading(item, now_s)
@@ -297,7 +297,7 @@ class Poller:
             self._found(findings)
 
 
-def _refused(readings: Iterable[Reading | Line]) -> str:
+def _refused(readings: Iterable[Reading | LogLine]) -> str:
     """Why nothing could be read; empty: something was. How long a driver has been silent is no reading of it."""
     given = [r for r in readings if isinstance(r, Reading) and not r.name.endswith("silent_s")]
     if any(r.value is not None for r in given):

@@ -28,7 +28,7 @@ from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
 from holdfast.errors import StateError, TierError
 from holdfast.protocol.network.proof import ANSWER_HEADER, Question
-from holdfast.protocol.network.range_server import RangeServer, Request
+from holdfast.protocol.network.range_server import RangeRequest, RangeServer
 from holdfast.protocol.network.sockets import shut
 from holdfast.protocol.snapshots import Holder, Key, Part
 
@@ -53,7 +53,7 @@ class SnapshotServer(RangeServer):
         self._pool = pool
         super().__init__(host, token, f"snapshots {secrets.token_hex(8)}", "holdfast-snapshots")
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: RangeRequest) -> None:
         """The paths of the module's docstring."""
         if request.path == "/snapshots":
             request.send(msgspec.json.encode([s.key for s in self._pool.held()]))
@@ -77,7 +77,7 @@ class SnapshotServer(RangeServer):
             request.send_error(410, str(error))
 
 
-def _wait_for_close(request: Request) -> None:
+def _wait_for_close(request: RangeRequest) -> None:
     """A worker of this node reads the slot's file by itself for as long as it keeps the connection: without a limit of
     time, because it may restore for longer than any reader may be idle. Its end closes the connection too."""
     request.close_connection = True
@@ -85,7 +85,7 @@ def _wait_for_close(request: Request) -> None:
     request.connection.recv(1)
 
 
-def _send_blob(request: Request, slot: Slot) -> None:
+def _send_blob(request: RangeRequest, slot: Slot) -> None:
     if (span := request.span(slot.blob_bytes)) is None:
         return
     low, high = span

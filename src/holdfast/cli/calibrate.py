@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
-    from holdfast.tools.plan.calibration import Calibration, Run
+    from holdfast.tools.plan.calibration import Calibration, PastRun
 
 
 def calibrate(
@@ -125,13 +125,13 @@ def _print_spent(found: Calibration, width: int) -> None:
     sys.stdout.write(f"goodput {units.share(found.goodput)}\n")
 
 
-def _read(name: str, per_node: int) -> list[Run]:
+def _read(name: str, per_node: int) -> list[PastRun]:
     import msgspec
 
     from holdfast.engines import jobs, starts
     from holdfast.errors import UsageError
     from holdfast.protocol.wire.stored import decode_file
-    from holdfast.tools.plan.calibration import Run
+    from holdfast.tools.plan.calibration import PastRun
 
     path = Path(name)
     # A coordinator that took over on another machine has a ledger of its own, job-2.sqlite.
@@ -140,7 +140,7 @@ def _read(name: str, per_node: int) -> list[Run]:
         found: object = decode_file(msgspec.json.decode, path, what, error=UsageError)
         if not isinstance(found, dict) or "incidents" not in found:
             raise UsageError(f'{path} is not the report of a job: it has no field "incidents"')
-        return [Run(found, per_node)]
+        return [PastRun(found, per_node)]
     # A name of a job last. A folder of the same name in the working folder is what a person who typed a
     # path means.
     folder = path.parent if path.is_file() else path if path.is_dir() else jobs.existing(name)
@@ -151,17 +151,17 @@ def _read(name: str, per_node: int) -> list[Run]:
     ]
 
 
-def _run(folder: Path, per_node: int) -> Run:
+def _run(folder: Path, per_node: int) -> PastRun:
     from holdfast.cli.common import ledger
     from holdfast.cli.report import read_report
-    from holdfast.tools.plan.calibration import Run
+    from holdfast.tools.plan.calibration import PastRun
 
     with ledger(folder) as store:
         state = store.load()
-    return Run(read_report(folder), state.spec.nproc if state else per_node)
+    return PastRun(read_report(folder), state.spec.nproc if state else per_node)
 
 
-def _earlier(folder: Path, per_node: int) -> Run | None:
+def _earlier(folder: Path, per_node: int) -> PastRun | None:
     """A start that was put away; None: it was refused before it had a ledger, or that cannot be read."""
     from holdfast.errors import UsageError
 

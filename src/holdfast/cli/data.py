@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from holdfast.data.files import TokenFile
-    from holdfast.data.samples import Checked
+    from holdfast.data.samples import SampleReport
     from holdfast.protocol.verified import SamplesChecked
     from holdfast.tools.corpora.build import Description
 
@@ -136,7 +136,7 @@ def _check(folders: list[Path], most: int, job: str | None) -> tuple[str, Sample
     return seen.job, _judged(seen, utc, places)
 
 
-def _judged(seen: Checked, utc: str, places: tuple[str, ...]) -> SamplesChecked:
+def _judged(seen: SampleReport, utc: str, places: tuple[str, ...]) -> SamplesChecked:
     from holdfast.protocol import units
     from holdfast.protocol.verified import EPOCHS_KEPT, EpochSeen, SamplesChecked
 

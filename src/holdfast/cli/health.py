@@ -116,7 +116,7 @@ def judge(
     from holdfast.health.rule_engine import subject_of
     from holdfast.health.rules import LINE_SOURCES
     from holdfast.health.ruleset import load_rules
-    from holdfast.health.samples import Line
+    from holdfast.health.samples import LogLine
 
     if source not in LINE_SOURCES:
         raise UsageError(
@@ -127,7 +127,10 @@ def judge(
     text = _lines_of(line)
     records = printed_lines(text) if source == "kmsg" else text.splitlines()
     judged = [
-        (record, [(rule, subject_of(rule, match, "")) for rule, match in matchers.find(Line(source, record))])
+        (
+            record,
+            [(rule, subject_of(rule, match, "")) for rule, match in matchers.find(LogLine(source, record))],
+        )
         for record in records
     ]
     told = [

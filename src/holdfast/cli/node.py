@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.common import AsJson, JobName, Output, width_of, write_as
 
 if TYPE_CHECKING:
-    from holdfast.coordinator.service.history_store import Entry, History
+    from holdfast.coordinator.service.history_store import HistoryRecord, HistoryStore
     from holdfast.engines.client import JobClient
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ def clear(
     import asyncio
 
     from holdfast.coordinator.kernel.history import DOUBTED, Kind
-    from holdfast.coordinator.service.history_store import Entry, machines_meant, now_s, the_one
+    from holdfast.coordinator.service.history_store import HistoryRecord, machines_meant, now_s, the_one
     from holdfast.errors import UsageError
 
     with _history(where) as history:
@@ -168,7 +168,7 @@ def clear(
         node = next(e.node for e in reversed(entries) if e.machine == machine)
         kind = Kind.CLEARED if false_positive is None else Kind.FALSE_POSITIVE
         history.add(
-            Entry(
+            HistoryRecord(
                 utc_s=now_s(),
                 machine=machine,
                 node=node,
@@ -236,18 +236,18 @@ async def _ask_jobs(ask: Callable[[JobClient], Awaitable[T]]) -> dict[str, T]:
 
 
 @contextmanager
-def _history(where: str | None) -> Iterator[History]:
-    from holdfast.coordinator.service.history_store import FILE_NAME, History
+def _history(where: str | None) -> Iterator[HistoryStore]:
+    from holdfast.coordinator.service.history_store import FILE_NAME, HistoryStore
     from holdfast.engines import jobs
 
-    history = History(where or str(jobs.home() / FILE_NAME), must_exist=True)
+    history = HistoryStore(where or str(jobs.home() / FILE_NAME), must_exist=True)
     try:
         yield history
     finally:
         history.close()
 
 
-def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
+def _summary(machine: str, entries: Sequence[HistoryRecord]) -> dict[str, Any]:
     from holdfast.coordinator.kernel.history import standing
     from holdfast.coordinator.service.history_store import now_s
 
@@ -269,7 +269,7 @@ def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def _wrong(entries: Sequence[Entry]) -> dict[str, int]:
+def _wrong(entries: Sequence[HistoryRecord]) -> dict[str, int]:
     """Rules that people repeatedly called wrong, and how often."""
     from holdfast.coordinator.kernel.history import DOUBTED, Kind
 
@@ -286,6 +286,6 @@ def _when(utc_s: float) -> str:
     return datetime.fromtimestamp(utc_s, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _told(entry: Entry) -> str:
+def _told(entry: HistoryRecord) -> str:
     parts = (entry.rule, entry.remedy, entry.device, entry.text)
     return ": ".join(p for i, p in enumerate(parts) if p and not (i == 0 and entry.text.startswith(p)))

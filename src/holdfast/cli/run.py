@@ -14,7 +14,7 @@ from holdfast.cli.torchrun import ALL_OPTIONS, RunCommand
 from holdfast.cli.view import keep_ticking, view_of, write_report
 from holdfast.engines.base import Engine, engine_named
 from holdfast.engines.run_options import RunOptions
-from holdfast.protocol.options import Group, declared
+from holdfast.protocol.options import OptionGroup, declared
 
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
@@ -54,7 +54,7 @@ def _command(*others: str) -> RunCommand:
         if engine.options is not None:
             titles.setdefault(engine.options, engine.title or f"With --engine {name}")
     fields: list[Any] = [
-        (f"of_{number}", Annotated[kind, Group(title)], dataclasses.field(default_factory=kind))
+        (f"of_{number}", Annotated[kind, OptionGroup(title)], dataclasses.field(default_factory=kind))
         for number, (kind, title) in enumerate(titles.items())
     ]
     of_engines = dataclasses.make_dataclass("EngineOptions", fields, frozen=True)

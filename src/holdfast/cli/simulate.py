@@ -18,7 +18,7 @@ from holdfast.tools.simulate.options import ScenarioOptions
 
 if TYPE_CHECKING:
     from holdfast.tools.simulate.scenario import Scenario
-    from holdfast.tools.simulate.trace import Trace
+    from holdfast.tools.simulate.trace import NodeTrace
     from holdfast.tools.simulate.trial import Trial
 
 
@@ -167,7 +167,7 @@ async def _serve(scenario: Scenario, seed: int, name: str, port: int) -> None:
     )
 
 
-def _trace(path: Path) -> Trace:
+def _trace(path: Path) -> NodeTrace:
     from holdfast.errors import UsageError
     from holdfast.protocol.wire.stored import decode_file
     from holdfast.tools.simulate.trace import parse
@@ -179,7 +179,7 @@ def _trace(path: Path) -> Trace:
         raise UsageError(f"--trace {path} cannot be read: {error}") from error
 
 
-def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None) -> None:
+def _replay(scenario: Scenario, seed: int, job: str | None, record: NodeTrace | None) -> None:
     from holdfast.engines import jobs
     from holdfast.tools.simulate.trial import replay
 
@@ -193,7 +193,7 @@ def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None
     )
 
 
-def _run(scenario: Scenario, trials: int, seed: int, record: Trace | None) -> list[Trial]:
+def _run(scenario: Scenario, trials: int, seed: int, record: NodeTrace | None) -> list[Trial]:
     import time
 
     from holdfast.tools.simulate.trial import run_all

@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast import logs
 from holdfast.coordinator.service.garbage import short_searches
-from holdfast.coordinator.service.gathering import Superseded, gather
+from holdfast.coordinator.service.gathering import CoordinatorSuperseded, gather
 from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
@@ -105,7 +105,7 @@ def _run(given: argparse.Namespace) -> int:
     _log.info("the coordinator starts", extra={"pid": os.getpid(), "host": given.host})
     try:
         asyncio.run(_serve(given, spec, resume))
-    except Superseded as error:
+    except CoordinatorSuperseded as error:
         _log.warning("%s; this one ends", error)
         return EXIT_SUPERSEDED
     except Exception as error:  # noqa: BLE001 - the process ends, and its log is where people look for the reason

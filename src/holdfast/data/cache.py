@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import xxhash
 
-from holdfast.data.version import Changed, Version
+from holdfast.data.version import RemoteFileChanged, Version
 from holdfast.errors import Damaged, DataError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
@@ -47,7 +47,7 @@ _held: dict[Path, int] = {}
 """Files that this process uses, and the descriptors that hold their locks, until the process ends."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class CachedFile(msgspec.Struct, frozen=True, kw_only=True):
     """One fetched file."""
 
     url: str
@@ -61,11 +61,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The content's modification time; another one means that somebody wrote to it."""
 
 
-_entries = msgspec.json.Decoder(Entry)
+_entries = msgspec.json.Decoder(CachedFile)
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedFile:
     """What `Cache.verify` found of one file."""
 
     url: str
@@ -196,7 +196,7 @@ class Cache:
             os.utime(self._entries / key)
             return self._held(entry)
 
-    def verify(self) -> Iterator[Verified]:
+    def verify(self) -> Iterator[VerifiedFile]:
         """Reads every file; one that is not as it was fetched is removed, and fetched again when it is needed."""
         for path in sorted(self._entries.iterdir()):
             with self._locked(path.name):
@@ -211,17 +211,17 @@ class Cache:
                     trouble = "the cached file differs from what was fetched"
                 if trouble is not None:
                     self._remove(path.name, entry)
-                yield Verified(entry.url, entry.version.size, trouble)
+                yield VerifiedFile(entry.url, entry.version.size, trouble)
 
     # ------------------------------------------------------------ one file
 
-    def _entry(self, key: str) -> Entry | None:
+    def _entry(self, key: str) -> CachedFile | None:
         try:
             return decode_file(_entries.decode, self._entries / key)
         except (FileNotFoundError, Damaged):
             return None
 
-    def _sound(self, entry: Entry | None, key: str) -> Entry | None:
+    def _sound(self, entry: CachedFile | None, key: str) -> CachedFile | None:
         """The entry, if its file is still what was fetched. Reads it only if somebody touched it."""
         if entry is None:
             return None
@@ -246,7 +246,7 @@ class Cache:
         self._remove(key, entry)
         return None
 
-    def _asked(self, remote: Remote, entry: Entry | None) -> Version | None:
+    def _asked(self, remote: Remote, entry: CachedFile | None) -> Version | None:
         """What the server has now; None if it cannot be asked and there is a copy."""
         try:
             return remote.version()
@@ -256,7 +256,7 @@ class Cache:
             _log.warning("using the cached copy of %s: %s", remote.url, error)
             return None
 
-    def _fetched(self, remote: Remote, version: Version, key: str) -> Entry:
+    def _fetched(self, remote: Remote, version: Version, key: str) -> CachedFile:
         for _ in range(ATTEMPTS):
             # The name of a part says which version it is of, so that no two are ever mixed, and what room it will take.
             stamp = xxhash.xxh3_64_hexdigest(msgspec.json.encode(version))
@@ -271,7 +271,7 @@ class Cache:
                 digest = remote.fetch(version, part)
             # The file changed on the server during the fetch. Every request carries the version, so no byte
             # of another one is in the part; the fetch begins again with the new version.
-            except Changed:
+            except RemoteFileChanged:
                 part.unlink(missing_ok=True)
                 version = remote.version()
                 continue
@@ -280,7 +280,7 @@ class Cache:
             f"{remote.url} keeps changing while it is fetched; wait until its writer has finished"
         )
 
-    def _kept(self, remote: Remote, version: Version, key: str, part: Path, digest: str) -> Entry:
+    def _kept(self, remote: Remote, version: Version, key: str, part: Path, digest: str) -> CachedFile:
         folder = xxhash.xxh3_64_hexdigest(remote.folder.encode())
         old = self._entry(key)
         # Content is shared between URLs. The lock of the cache keeps an eviction that looks for unreferenced
@@ -295,7 +295,7 @@ class Cache:
                 part.chmod(0o444)
                 part.replace(content)
             changed_ns = content.stat().st_mtime_ns
-            entry = Entry(
+            entry = CachedFile(
                 url=remote.url,
                 version=version,
                 digest=digest,
@@ -318,15 +318,15 @@ class Cache:
                 self._drop_content(old.digest)
         return entry
 
-    def _write_entry(self, entry: Entry, key: str) -> None:
+    def _write_entry(self, entry: CachedFile, key: str) -> None:
         beside = self._entries / f"{key}.{os.getpid()}.new"
         beside.write_bytes(msgspec.json.encode(entry))
         beside.replace(self._entries / key)
 
-    def _link_of(self, entry: Entry) -> Path:
+    def _link_of(self, entry: CachedFile) -> Path:
         return self._names / entry.folder / entry.name
 
-    def _held(self, entry: Entry) -> Path:
+    def _held(self, entry: CachedFile) -> Path:
         """Takes the shared lock that keeps the file from being evicted. The key's lock is held, so it is there."""
         link = self._link_of(entry)
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
@@ -391,7 +391,7 @@ class Cache:
         except BlockingIOError:
             return 0
 
-    def _in_use(self, entry: Entry) -> bool:
+    def _in_use(self, entry: CachedFile) -> bool:
         try:
             fd = os.open(self._content / entry.digest, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -404,11 +404,11 @@ class Cache:
             os.close(fd)
         return False
 
-    def _remove(self, key: str, entry: Entry) -> None:
+    def _remove(self, key: str, entry: CachedFile) -> None:
         with self._locked(""):
             self._removed(key, entry)
 
-    def _removed(self, key: str, entry: Entry) -> int:
+    def _removed(self, key: str, entry: CachedFile) -> int:
         (self._entries / key).unlink(missing_ok=True)
         link = self._link_of(entry)
         link.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import xxhash
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from holdfast.checkpoint.objects import CREDENTIALS, FAMILIES, advice_for, open_store, short
-from holdfast.data.version import Changed, Version
+from holdfast.data.version import RemoteFileChanged, Version
 from holdfast.errors import DataError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 
@@ -169,7 +169,7 @@ class Remote:
             options["if_match"] = version.e_tag
         answer = obstore.get(self._store, self.name, options=options)  # type: ignore[arg-type]
         if _version_of(answer.meta) != version:
-            raise Changed
+            raise RemoteFileChanged
         data = memoryview(answer.bytes())
         if len(data) != high - low:
             raise OSError(f"IncompleteBody: received {len(data)} bytes instead of {high - low}")
@@ -180,7 +180,7 @@ class Remote:
         try:
             yield
         except PreconditionError as error:
-            raise Changed from error
+            raise RemoteFileChanged from error
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.url} does not exist; check the URL") from error
         except (BaseError, OSError) as error:

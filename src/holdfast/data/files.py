@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from holdfast.data.cache import local_tokens
-from holdfast.data.megatron import Index
+from holdfast.data.megatron import MegatronIndex
 from holdfast.protocol.wire.decoding import decode
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
@@ -60,7 +60,7 @@ class TokenFile:
         wanted = None if dtype is None else token_dtype(asked, dtype)
         self.path, index = _find(asked)
         _check_there(self.path)
-        self.index = None if index is None else Index(index, self.path.stat().st_size)
+        self.index = None if index is None else MegatronIndex(index, self.path.stat().st_size)
         if self.index is not None:
             mapped = _map_indexed(self.path, self.index, wanted)
         elif _is_npy(self.path):
@@ -168,7 +168,7 @@ def _is_npy(path: Path) -> bool:
         return path.suffix == ".npy" or file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
 
 
-def _map_indexed(path: Path, index: Index, dtype: np.dtype[Any] | None) -> Mapped:
+def _map_indexed(path: Path, index: MegatronIndex, dtype: np.dtype[Any] | None) -> Mapped:
     if dtype is not None and dtype.name != index.dtype.name:
         raise ValueError(
             f"{path} contains {index.dtype.name}, not {dtype}, according to {index.path.name}; remove dtype"

@@ -49,7 +49,7 @@ class Sink(Protocol):
         """Takes all of it."""
 
 
-class Index:
+class MegatronIndex:
     """An index that is mapped, not read: opening costs the same for ten documents and for a billion.
 
     Opening looks at the header, at the sizes of both files and at the two ends; `check` at everything.

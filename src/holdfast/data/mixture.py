@@ -38,14 +38,14 @@ _UNITS = 10**9
 Ints = npt.NDArray[np.int64]
 
 
-class Order(Protocol):
+class StreamOrder(Protocol):
     """What stands at which position of an endless stream."""
 
     def at_many(self, positions: npt.ArrayLike) -> Ints:
         """Sample numbers at these positions, in their shape."""
 
 
-class Source(Protocol):
+class MixtureSource(Protocol):
     """What a mixture is made of: a `TokenDataset`, another mixture, or anything like them."""
 
     fingerprint: str
@@ -90,7 +90,7 @@ class Mixture:
             sources with samples of different lengths.
     """
 
-    def __init__(self, parts: Iterable[tuple[Source, float]]) -> None:
+    def __init__(self, parts: Iterable[tuple[MixtureSource, float]]) -> None:
         pairs = list(parts)
         self.sources = [source for source, _ in pairs]
         # Integers from here on. With floats the share of a source at position 10^12 would depend on rounding,
@@ -215,7 +215,7 @@ class MixtureOrder:
 
     def __init__(self, mixture: Mixture, seed: int) -> None:
         self._mixture = mixture
-        self._orders: list[Order] = []
+        self._orders: list[StreamOrder] = []
         for number, source in enumerate(mixture.sources):
             # Each source gets a seed of its own from its number. With a common seed two sources of equal
             # length would be walked in the same permutation.
@@ -327,7 +327,7 @@ def _checked_units(weights: list[float]) -> list[int]:
     return [each // common for each in units]
 
 
-def _checked_length(source: Source, number: int) -> int:
+def _checked_length(source: MixtureSource, number: int) -> int:
     for name in ("__len__", "batch", "fingerprint"):
         if not hasattr(source, name):
             raise ValueError(
@@ -338,7 +338,7 @@ def _checked_length(source: Source, number: int) -> int:
     return len(source)
 
 
-def _common_length(sources: list[Source]) -> int | None:
+def _common_length(sources: list[MixtureSource]) -> int | None:
     lengths: set[int] = {getattr(source, "seq_len", None) for source in sources} - {None}  # type: ignore[assignment]
     if len(lengths) > 1:
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.data.files import TokenFile
-from holdfast.data.megatron import Index, Ints
+from holdfast.data.megatron import Ints, MegatronIndex
 
 IGNORE_INDEX = -100
 """The label of padding; `torch.nn.functional.cross_entropy` leaves it out by default."""
@@ -55,7 +55,7 @@ class Padded:
     the memory of ten million documents is 1.25 MB for each process, and the rest is shared in the page cache.
     """
 
-    def __init__(self, file: TokenFile, index: Index, seq_len: int, pad_token: int) -> None:
+    def __init__(self, file: TokenFile, index: MegatronIndex, seq_len: int, pad_token: int) -> None:
         self._tokens, self._index = file.tokens, index
         self._seq_len, self._pad_token = seq_len, pad_token
         self._before = self._count()

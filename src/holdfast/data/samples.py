@@ -155,7 +155,7 @@ class SampleLedger:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class SampleReport:
     """What a job was trained on."""
 
     samples: int
@@ -184,7 +184,9 @@ def files_of(*folders: str | os.PathLike[str]) -> list[Path]:
     return [path for folder in folders for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
 
 
-def check(*folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda nbytes: None) -> Checked:
+def check(
+    *folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda nbytes: None
+) -> SampleReport:
     """Reads the ledgers of all workers of one job. While it trains: up to a step that was committed as this began.
 
     Args:
@@ -226,7 +228,7 @@ def check(*folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda
         steps += 1
         for epoch, ids in _seen(step, parts, counts, samples):
             epochs.setdefault(epoch, Counter()).update(ids)
-    return Checked(
+    return SampleReport(
         samples=samples,
         steps=steps,
         epochs=epochs,

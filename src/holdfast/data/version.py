@@ -18,5 +18,5 @@ class Version(msgspec.Struct, frozen=True):
     """As the store gives it; empty: it does not."""
 
 
-class Changed(Exception):
+class RemoteFileChanged(Exception):
     """The remote file is another one than when the fetch began."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from holdfast import plugins
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.options import Argument, Group, Option
+from holdfast.protocol.options import Argument, Option, OptionGroup
 
 # This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
 # values into a specification (cli/spec.py) are imported when a job starts.
@@ -316,10 +316,10 @@ class RunOptions:
             ),
         ),
     ] = "1G"
-    nodes: Annotated[NodeOptions, Group("Nodes")] = NodeOptions()
-    failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
-    save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()
-    health: Annotated[HealthOptions, Group("Health of the nodes")] = HealthOptions()
+    nodes: Annotated[NodeOptions, OptionGroup("Nodes")] = NodeOptions()
+    failures: Annotated[FailureOptions, OptionGroup("Failures")] = FailureOptions()
+    save: Annotated[SaveOptions, OptionGroup("Snapshots, checkpoints and data")] = SaveOptions()
+    health: Annotated[HealthOptions, OptionGroup("Health of the nodes")] = HealthOptions()
     dry_run: Annotated[
         bool,
         Option(

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import unknown
 from holdfast.health.nvml import load_nvml
-from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Machine
+from holdfast.health.samples import LogLine, Reading
+from holdfast.health.sources import MachineRoot
 from holdfast.health.xids import xid_line
 
 URL_VARIABLE = "HOLDFAST_DCGM_URL"
@@ -71,7 +71,7 @@ class Dcgm:
         self._counts: dict[tuple[str, str], float] = {}
         self._seen: dict[str, str] = {}
 
-    def read(self) -> Iterator[Reading | Line]:
+    def read(self) -> Iterator[Reading | LogLine]:
         """As the driver's library, as far as the exporter is set up to tell; Xids as the kernel's lines."""
         try:
             samples = self._caller.call(lambda: list(parse_samples(self._fetch(self._url))))
@@ -106,7 +106,7 @@ class Dcgm:
                 source="nvml", name="nvml.lost", value=float(uuid not in here), subject=subject, device=uuid
             )
 
-    def _last(self, pci: str, uuid: str, code: float) -> Iterator[Line]:
+    def _last(self, pci: str, uuid: str, code: float) -> Iterator[LogLine]:
         """The gauge holds the last Xid: the first look may see an old one, and a repeated one cannot be seen."""
         before = self._last_xid.get(uuid)
         self._last_xid[uuid] = code
@@ -115,7 +115,7 @@ class Dcgm:
         if before is not None and code not in (before, 0.0) and pci:
             yield xid_line(pci, int(code))
 
-    def _counted(self, pci: str, uuid: str, xid: str, count: float) -> Iterator[Line]:
+    def _counted(self, pci: str, uuid: str, xid: str, count: float) -> Iterator[LogLine]:
         before = self._counts.get((uuid, xid))
         self._counts[uuid, xid] = count
         # Not on the first look, which would report Xids from before the job; and a counter that fell belongs
@@ -147,7 +147,7 @@ def fetch_page(url: str) -> str:
     return page.decode(errors="replace")
 
 
-def dcgm_sources(machine: Machine) -> list[Dcgm]:
+def dcgm_sources(machine: MachineRoot) -> list[Dcgm]:
     """One, where the environment says where and the driver's library is not to be had."""
     url = os.environ.get(URL_VARIABLE, "")
     if not url or machine.stand_in or load_nvml() is not None:

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 DISKS_S = 60.0
 ANSWER_S = 5.0
@@ -44,7 +44,7 @@ class Disks:
     name = "disk"
     every_s = DISKS_S
 
-    def __init__(self, machine: Machine, smart: Callable[[str], Smart] | None = None) -> None:
+    def __init__(self, machine: MachineRoot, smart: Callable[[str], Smart] | None = None) -> None:
         """smart: reads a drive's own log, given its device file; None: the kernel's way, on a real machine."""
         self._sys = machine.root / "sys"
         self._smart = smart or (None if machine.stand_in else nvme_smart)
@@ -164,6 +164,6 @@ def parse_smart(log: bytes) -> Smart:
     return Smart(log[0], log[5], int.from_bytes(log[160:176], "little"))
 
 
-def disk_sources(machine: Machine) -> list[Disks]:
+def disk_sources(machine: MachineRoot) -> list[Disks]:
     """Every machine has some disk; it is looked for anew each time."""
     return [Disks(machine)]

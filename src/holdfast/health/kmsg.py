@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import Damaged
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.wire.decoding import decode
 
 SOURCE = "kmsg"
@@ -34,7 +34,7 @@ SPEAKER = re.compile(r"[A-Za-z][\w.-]*(?: \S+)?: ")
 _RECORD = re.compile(r"(\d+),(\d+),(\d+),[^;]*;")
 
 
-class Record(NamedTuple):
+class KernelRecord(NamedTuple):
     """One record of the kernel's log."""
 
     sequence: int
@@ -45,7 +45,7 @@ class Record(NamedTuple):
     """Who wrote it, as syslog has it."""
 
 
-def parse_record(data: bytes) -> Record | None:
+def parse_record(data: bytes) -> KernelRecord | None:
     """One record of /dev/kmsg: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;text`, then lines with fields. None: it is none."""
     text = data.decode(errors="replace").split("\n", 1)[0]
     match = _RECORD.match(text)
@@ -53,7 +53,9 @@ def parse_record(data: bytes) -> Record | None:
         return None
     # The first number is facility times eight plus level. The kernel refuses facility 0 to writers of
     # /dev/kmsg, so it proves who wrote the line.
-    return Record(int(match[2]), int(match[3]) / 1e6, _unescape(text[match.end() :]), int(match[1]) >> 3)
+    return KernelRecord(
+        int(match[2]), int(match[3]) / 1e6, _unescape(text[match.end() :]), int(match[1]) >> 3
+    )
 
 
 def format_record(sequence: int, text: str, priority: int = 3) -> bytes:
@@ -71,9 +73,9 @@ def _unescape(text: str) -> str:
     return data.decode(errors="replace")
 
 
-def _line(record: Record) -> Line:
+def _line(record: KernelRecord) -> LogLine:
     # Never negative: the kernel stamps with local_clock, which may run ahead of CLOCK_MONOTONIC by a little.
-    return Line(SOURCE, record.text, age_s=max(0.0, time.monotonic() - record.uptime_s))
+    return LogLine(SOURCE, record.text, age_s=max(0.0, time.monotonic() - record.uptime_s))
 
 
 class Kmsg:
@@ -102,7 +104,7 @@ class Kmsg:
         """For the event loop."""
         return self._fd
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LogLine]:
         """What is there now. Records that the kernel had overwritten before are counted in `overrun` and passed over."""
         lines = []
         last = None
@@ -174,7 +176,7 @@ class KmsgFile:
         self._file.seek(0, os.SEEK_END)
         self._rest = b""
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LogLine]:
         """What was appended since. A record is complete with its newline."""
         data = self._rest + self._file.read()
         # The writer may be in the middle of a record.
@@ -211,7 +213,7 @@ class Journal:
         """For the event loop."""
         return self._out.fileno()
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LogLine]:
         """What came since. Raises EOFError when journalctl has ended."""
         try:
             data = os.read(self._out.fileno(), JOURNAL_BYTES)
@@ -224,7 +226,7 @@ class Journal:
         # out.
         self._rest = rest[-JOURNAL_BYTES:]
         texts = (journal_text(entry) for entry in whole.split(b"\n"))
-        return [Line(SOURCE, text) for text in texts if text is not None]
+        return [LogLine(SOURCE, text) for text in texts if text is not None]
 
     def trouble(self) -> str:
         """Why nothing comes any more; empty: as far as this process can see something may."""

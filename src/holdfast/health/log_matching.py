@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from holdfast.health.kmsg import SPEAKER
 from holdfast.health.patterns import compiled
 from holdfast.health.rules import Rule
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol.health import acts_on_node
 
 MATCHED_CHARS = 2000
@@ -102,7 +102,7 @@ class Matchers:
             if any(rule.enabled for rule in same):
                 self._by_source[source].append(Matcher(same))
 
-    def find(self, line: Line) -> Iterator[tuple[Rule, re.Match[str]]]:
+    def find(self, line: LogLine) -> Iterator[tuple[Rule, re.Match[str]]]:
         """Every enabled rule that the line matches."""
         text = line.text[:MATCHED_CHARS]
         if not text.isascii():

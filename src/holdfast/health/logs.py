@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 
 SOURCE = "log"
 CHUNK_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class LogTail:
         self._file = self.path.open("rb")
         self._file.seek(0, os.SEEK_END)
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LogLine]:
         """Whole lines since the last call."""
         if self._file is None:
             return []
@@ -57,7 +57,7 @@ class LogTail:
         if not newline:
             return []
         return [
-            Line(SOURCE, text, self.worker) for text in whole.decode(errors="replace").splitlines() if text
+            LogLine(SOURCE, text, self.worker) for text in whole.decode(errors="replace").splitlines() if text
         ]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from holdfast.health.nvml import nvml_sources
 from holdfast.health.pcie import pcie_sources
 from holdfast.health.processor import processor_sources
 from holdfast.health.rdma import rdma_sources
-from holdfast.health.sources import Factory, Machine, Source
+from holdfast.health.sources import Factory, MachineRoot, Source
 
 FACTORIES: tuple[Factory, ...] = (
     processor_sources,
@@ -24,6 +24,6 @@ FACTORIES: tuple[Factory, ...] = (
 )
 
 
-def machine_sources(machine: Machine) -> list[Source]:
+def machine_sources(machine: MachineRoot) -> list[Source]:
     """The sources of a machine, or of the stand-in for one."""
     return [source for factory in FACTORIES for source in factory(machine)]

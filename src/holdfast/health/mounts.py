@@ -14,7 +14,7 @@ import msgspec
 from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 MOUNTS_S = 60.0
 CHANGES_APART_S = 5.0
@@ -143,7 +143,7 @@ class Mounts:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: MachineRoot,
         statvfs: Callable[[str], os.statvfs_result] = os.statvfs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -264,6 +264,6 @@ def _caller_name(mount: Mount) -> str:
     return f"file server of {mount.path}" if mount.network else "local file systems"
 
 
-def mount_sources(machine: Machine) -> list[Mounts]:
+def mount_sources(machine: MachineRoot) -> list[Mounts]:
     """One, where mounts can be seen."""
     return [Mounts(machine)] if (machine.root / "proc/self/mountinfo").exists() else []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.health.files import attempt, listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 NETWORK_S = 30.0
 # linux/rtnetlink.h and linux/if.h: the group of link changes, the header of a message, where struct ifinfomsg
@@ -32,7 +32,7 @@ class Interfaces:
     name = "net"
     every_s = NETWORK_S
 
-    def __init__(self, machine: Machine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, machine: MachineRoot, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = machine.root / "sys/class/net"
         self._clock = clock
         self._news: socket.socket | None = None if machine.stand_in else _listen()
@@ -142,6 +142,6 @@ def parse_links(data: bytes) -> set[int]:
     return indexes
 
 
-def network_sources(machine: Machine) -> list[Interfaces]:
+def network_sources(machine: MachineRoot) -> list[Interfaces]:
     """One, where there are interfaces."""
     return [Interfaces(machine)] if names(machine.root / "sys/class/net") else []

@@ -17,8 +17,8 @@ from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import names, unknown
 from holdfast.health.gpu import Gpu
 from holdfast.health.pcie import has_nvidia_gpu
-from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Machine
+from holdfast.health.samples import LogLine, Reading
+from holdfast.health.sources import MachineRoot
 from holdfast.health.xids import XidEvents
 
 NVML_S = 30.0
@@ -95,7 +95,7 @@ class Nvml:
         """See `Source`."""
         return self._events.trouble()
 
-    def read(self) -> Iterator[Reading | Line]:
+    def read(self) -> Iterator[Reading | LogLine]:
         """Xids that came as the kernel's lines; every `every_s` seconds also `nvml.silent_s` and what is in docs/health/rules.md,
         per GPU."""
         yield from self._events.lines()
@@ -293,7 +293,7 @@ def load_nvml(folder: Path | None = None) -> Any:
     return pynvml
 
 
-def nvml_sources(machine: Machine) -> list[Nvml]:
+def nvml_sources(machine: MachineRoot) -> list[Nvml]:
     """One, where the library is."""
     if machine.stand_in and machine.nvml is None:
         return []

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.health.files import listing, names, quiet, text, unknown
 from holdfast.health.identity import gpu_uuids
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 PCIE_S = 60.0
 _KINDS = {
@@ -43,7 +43,7 @@ class Pcie:
     name = "pcie"
     every_s = PCIE_S
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineRoot) -> None:
         self._root = machine.root
         self._folder = machine.root / "sys/bus/pci/devices"
         self._addresses: list[str] = []
@@ -155,7 +155,7 @@ def _ceiling(folder: Path) -> tuple[int, float]:
     return min(device[0], above[0] or device[0]), min(device[1], above[1] or device[1])
 
 
-def pcie_sources(machine: Machine) -> list[Pcie]:
+def pcie_sources(machine: MachineRoot) -> list[Pcie]:
     """One, where there is a PCI bus."""
     return [Pcie(machine)] if names(machine.root / "sys/bus/pci/devices") else []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.health.files import attempt, keyed, listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 PRESSURE_S = 15.0
 PROCESSES_S = 60.0
@@ -33,7 +33,7 @@ class Pressure:
     name = "proc"
     every_s = PRESSURE_S
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineRoot) -> None:
         self._root = machine.root
 
     def read(self) -> Iterator[Reading]:
@@ -66,7 +66,7 @@ class Processes:
     name = "proc"
     every_s = PROCESSES_S
 
-    def __init__(self, machine: Machine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, machine: MachineRoot, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = machine.root, clock
         self._blocked: dict[tuple[str, str], float] = {}
         self._told: set[str] = set()
@@ -130,13 +130,13 @@ def _files_share(proc: Path) -> float | None:
     return int(used) / int(limit)
 
 
-class Memory:
+class MemorySource:
     """Memory that is left, kills for want of it, and errors that its controllers corrected or did not."""
 
     name = "proc"
     every_s = MEMORY_S
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineRoot) -> None:
         self._root = machine.root
         self._controllers = [n for n in names(self._edac) if n.startswith("mc") and n[2:].isdigit()]
 
@@ -195,7 +195,7 @@ class Clock:
     name = "proc"
     every_s = CLOCK_S
 
-    def __init__(self, machine: Machine, adjtimex: Callable[[], tuple[int, int]] | None = None) -> None:
+    def __init__(self, machine: MachineRoot, adjtimex: Callable[[], tuple[int, int]] | None = None) -> None:
         self._root = machine.root
         self._adjtimex = adjtimex or (None if machine.stand_in else kernel_clock)
 
@@ -241,6 +241,6 @@ def kernel_clock() -> tuple[int, int]:
     )
 
 
-def processor_sources(machine: Machine) -> list[Pressure | Processes | Memory | Clock]:
+def processor_sources(machine: MachineRoot) -> list[Pressure | Processes | MemorySource | Clock]:
     """Every machine has these."""
-    return [Pressure(machine), Processes(machine), Memory(machine), Clock(machine)]
+    return [Pressure(machine), Processes(machine), MemorySource(machine), Clock(machine)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.health.files import listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Machine
+from holdfast.health.sources import MachineRoot
 
 RDMA_S = 15.0
 ACTIVE = "ACTIVE"
@@ -44,7 +44,7 @@ class Rdma:
     name = "rdma"
     every_s = RDMA_S
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineRoot) -> None:
         self._class = machine.root / "sys/class"
         self._folder = self._class / "infiniband"
         self._guids: dict[str, str] = {}
@@ -133,6 +133,6 @@ def _rate(folder: Path) -> float:
         return 0.0
 
 
-def rdma_sources(machine: Machine) -> list[Rdma]:
+def rdma_sources(machine: MachineRoot) -> list[Rdma]:
     """One, where the kernel has RDMA."""
     return [Rdma(machine)] if (machine.root / "sys/class/infiniband").is_dir() else []

@@ -27,7 +27,7 @@ MOST = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ReductionChange:
     """The reduction became slow, or is as fast as it was."""
 
     slow: bool
@@ -52,7 +52,7 @@ class Reductions:
         self._skip = WARM_UP
         self._slow = False
 
-    def look(self, spent: Sequence[Spent]) -> Change | None:
+    def look(self, spent: Sequence[Spent]) -> ReductionChange | None:
         """One block of all workers."""
         # One worker alone waits for nobody.
         if len(spent) < 2:
@@ -74,7 +74,7 @@ class Reductions:
             return None
         return self._weigh(statistics.median(self._first))
 
-    def _weigh(self, usual_s: float) -> Change | None:
+    def _weigh(self, usual_s: float) -> ReductionChange | None:
         # Both a ratio and a share of the step: half as slow again is noise where the reduction takes 1% of
         # the step, and costs nothing.
         slow = [x for x in self._recent if x[1] > SLOWER * usual_s and x[1] - usual_s > WORTH * x[2]]
@@ -90,7 +90,7 @@ class Reductions:
         rank, times = names.most_common(1)[0] if names else (None, 0)
         # The rank is only named if most of the slow blocks name the same one. A switch slows all links, and
         # no rank is to blame for it.
-        return Change(
+        return ReductionChange(
             slow=self._slow,
             since=seen[0][0],
             usual_s=usual_s,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from holdfast.health.absence import Absence
 from holdfast.health.log_matching import Matchers
 from holdfast.health.rules import Rule
-from holdfast.health.samples import Line, Reading
+from holdfast.health.samples import LogLine, Reading
 from holdfast.health.thresholds import Thresholds
 from holdfast.protocol.health import EVIDENCE_CHARS, Condition, Finding, Remedy, Severity
 
@@ -48,7 +48,7 @@ class RuleEngine:
 
     # ------------------------------------------------------------ lines
 
-    def on_line(self, line: Line, now_s: float) -> list[Finding]:
+    def on_line(self, line: LogLine, now_s: float) -> list[Finding]:
         """What the rules say to a line. now_s: since any moment, never backward."""
         found = []
         # A line may be old when it arrives: a kernel log is read from where the last agent stopped, and a

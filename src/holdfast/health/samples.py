@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line that something logged."""
 
     source: str

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.health.samples import Line, Reading
+from holdfast.health.samples import LogLine, Reading
 
 
 class Source(Protocol):
@@ -41,7 +41,7 @@ class Source(Protocol):
         """The period."""
         ...
 
-    def read(self) -> Iterable[Reading | Line]:
+    def read(self) -> Iterable[Reading | LogLine]:
         """All values, now."""
         ...
 
@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
 
-class Machine(msgspec.Struct, frozen=True):
+class MachineRoot(msgspec.Struct, frozen=True):
     """Where a machine is read from: the real one, or a folder that stands in for it."""
 
     root: Path = Path("/")
@@ -68,5 +68,5 @@ class Machine(msgspec.Struct, frozen=True):
 
 # A factory looks for what there is when the agent starts, and a source for what comes later: a machine
 # without RDMA has no source for it at all, and no Unknown either.
-Factory = Callable[[Machine], Iterable[Source]]
+Factory = Callable[[MachineRoot], Iterable[Source]]
 """Makes the sources of one kind that this machine has; none when it has nothing to read."""

@@ -60,7 +60,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Group:
+class StackGroup:
     """Workers that stand at the same place."""
 
     location: str
@@ -101,7 +101,7 @@ def read(stack: str) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def cluster(stacks: Mapping[str, str]) -> list[Group]:
+def cluster(stacks: Mapping[str, str]) -> list[StackGroup]:
     """Groups of workers at the same place, largest first. stacks: per worker; those without one are left out."""
     by_frames: dict[tuple[Frame, ...], list[str]] = {}
     known: dict[str, tuple[Frame, ...]] = {}
@@ -119,12 +119,12 @@ def cluster(stacks: Mapping[str, str]) -> list[Group]:
     groups = []
     for frames, workers in by_frames.items():
         location, waits = _locate(frames)
-        groups.append(Group(location, tuple(workers), waits, frames))
+        groups.append(StackGroup(location, tuple(workers), waits, frames))
     # Ties are broken by names, so that the same stacks give the same words on every run.
     return sorted(groups, key=lambda g: (-len(g.workers), g.location, g.workers))
 
 
-def odd_ones(groups: list[Group]) -> Odd | None:
+def odd_ones(groups: list[StackGroup]) -> Odd | None:
     """Whom the others wait for, by their stacks alone.
 
     Where some wait in a collective and fewer do not, it is those. Where all wait, or none does, it is those that are
@@ -147,7 +147,7 @@ def odd_ones(groups: list[Group]) -> Odd | None:
     return None
 
 
-def describe(groups: Iterable[Group], ranks: Mapping[str, int]) -> str:
+def describe(groups: Iterable[StackGroup], ranks: Mapping[str, int]) -> str:
     """`61 ranks in all_reduce, 2 in a data loader (ranks 3, 17), 1 in poll (rank 5)`; the largest group's are left out."""
     parts = []
     for number, group in enumerate(groups):
@@ -160,7 +160,7 @@ def describe(groups: Iterable[Group], ranks: Mapping[str, int]) -> str:
     return ", ".join(parts)
 
 
-def lines(groups: Iterable[Group], ranks: Mapping[str, int]) -> list[str]:
+def lines(groups: Iterable[StackGroup], ranks: Mapping[str, int]) -> list[str]:
     """Each group with its innermost frames: `ranks 0-2 wait in a reduction: wait (holdfast/train/generation_group.py) < ...`."""
     told = []
     for group in list(groups)[:LINES]:
@@ -200,10 +200,10 @@ def _short(path: str) -> str:
     return inside[1] if inside else "/".join(path.rsplit("/", 2)[-2:])
 
 
-def _workers(groups: list[Group]) -> tuple[str, ...]:
+def _workers(groups: list[StackGroup]) -> tuple[str, ...]:
     return tuple(w for g in groups for w in g.workers)
 
 
-def _names(groups: list[Group]) -> str:
+def _names(groups: list[StackGroup]) -> str:
     shown = [g.location for g in groups[:3]]
     return ", ".join(shown) + (f" and {len(groups) - 3} other places" if len(groups) > 3 else "")

@@ -66,7 +66,7 @@ class _Track:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class StragglerChange:
     """A worker became slow, or is no longer."""
 
     worker: str
@@ -97,7 +97,7 @@ class Stragglers:
         """Forgets all others."""
         self._tracks = {name: track for name, track in self._tracks.items() if name in workers}
 
-    def look(self, step: int, own_s: Mapping[str, float]) -> list[Change]:
+    def look(self, step: int, own_s: Mapping[str, float]) -> list[StragglerChange]:
         """One block of steps, the first of which is `step`: what each worker needed by itself, in seconds per step.
 
         Two workers have only each other: which is slower can be seen, and more evidence is asked for.
@@ -141,7 +141,7 @@ class Stragglers:
 
     def _test(
         self, name: str, track: _Track, step: int, value: float, common: float, need: float, others: int
-    ) -> Change | None:
+    ) -> StragglerChange | None:
         # Below half of the shift the likelihood ratio is negative and the score would stay at zero: nothing
         # to compute. It makes the cost of a job of thousands nearly that of its medians.
         if track.score <= 0.0 and value <= self._shift / 2:
@@ -161,7 +161,9 @@ class Stragglers:
         track.score = min(need, max(0.0, track.score + max(-most, min(most, gain))))
         if track.slow and track.score <= 0.0:
             track.slow = False
-            return Change(worker=name, slow=False, ratio=math.exp(value), since=step, compared=others)
+            return StragglerChange(
+                worker=name, slow=False, ratio=math.exp(value), since=step, compared=others
+            )
         if track.slow or track.score < need:
             return None
         # The score may rise on a few extreme blocks; the median of the rise must be slow as well, or nothing
@@ -171,7 +173,7 @@ class Stragglers:
             return None
         track.slow = True
         since = _first_slow(track, level)
-        return Change(worker=name, slow=True, ratio=math.exp(level), since=since, compared=others)
+        return StragglerChange(worker=name, slow=True, ratio=math.exp(level), since=since, compared=others)
 
 
 def _first_slow(track: _Track, level: float) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from holdfast.health.gpu import Gpu
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 
 WAIT_MS = 2000
 """How long a closed one may still wait."""
@@ -32,7 +32,7 @@ class XidEvents:
         self._nvml = library
         # Bounded: while the agent's loop does not read, a GPU that fails may report an Xid for every fault of
         # every context. The oldest go first; the newest tell the same story.
-        self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
+        self._lines: deque[LogLine] = deque(maxlen=LINES_KEPT)
         self._clock = clock
         self._thread: threading.Thread | None = None
         self._heard_s = 0.0
@@ -71,7 +71,7 @@ class XidEvents:
             else ""
         )
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         """What came since the last call."""
         try:
             # Reset before the lines are taken. The other order would lose the wake-up of a line that comes
@@ -135,9 +135,9 @@ class XidEvents:
                 os.eventfd_write(self._signal, 1)
 
 
-def xid_line(pci: str, code: int) -> Line:
+def xid_line(pci: str, code: int) -> LogLine:
     """As the kernel says it, without what only the kernel knows."""
-    return Line("kmsg", f"NVRM: Xid (PCI:{pci}): {code}, reported by the driver's library")
+    return LogLine("kmsg", f"NVRM: Xid (PCI:{pci}): {code}, reported by the driver's library")
 
 
 def _address(handle: Any) -> int | None:

@@ -62,7 +62,7 @@ class Argument(Option):
 
 
 @dataclass(frozen=True)
-class Group:
+class OptionGroup:
     """The heading under which `--help` lists the fields of a nested dataclass."""
 
     title: str
@@ -102,7 +102,7 @@ def declared(options: Any, title: str = "") -> tuple[Declared, ...]:
             option = dataclasses.replace(option, group=option.group or title)
             found.append(Declared(name=field.name, option=option, type=kind, default=_default(field)))
         elif is_options(kind):
-            group = next((mark.title for mark in marks if isinstance(mark, Group)), title)
+            group = next((mark.title for mark in marks if isinstance(mark, OptionGroup)), title)
             found += declared(kind, group)
     names = [option.name for option in found]
     # Parsed values come back as one flat mapping by name, so a second field of a name would take the first one's value.

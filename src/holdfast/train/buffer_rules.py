@@ -26,7 +26,7 @@ import torch
 from holdfast.errors import UsageError
 from holdfast.tensors.loaded import is_expanded
 from holdfast.tensors.wrappers import is_wrapper
-from holdfast.train.generation_group import Group
+from holdfast.train.generation_group import GenerationGroup
 from holdfast.train.placements import is_spread
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
@@ -173,17 +173,17 @@ class BufferRules:
         replica: a worker that fails there leaves the step, and the others of its replica would wait for it here.
 
         Raises:
-            CollectiveFailed: the generation broke.
+            CollectiveFault: the generation broke.
         """
         if self._summed:
             assert self._rows is not None
             sharding.sum_over_shards(self._rows)
 
-    def reduce(self, group: Group) -> None:
+    def reduce(self, group: GenerationGroup) -> None:
         """Sums over all replicas; every member calls it at the same place of the step.
 
         Raises:
-            CollectiveFailed: the generation broke.
+            CollectiveFault: the generation broke.
         """
         # Where rows of single micro-batches are summed, all others add zeros to them, which changes no bit.
         if self._summed and group.size > 1:
@@ -192,7 +192,7 @@ class BufferRules:
             group.wait(self._works[0])
             self._works.clear()
 
-    def drain(self, group: Group) -> None:
+    def drain(self, group: GenerationGroup) -> None:
         """After a break: returns when no collective writes into the sums."""
         works, self._works = self._works, []
         for work in works:

@@ -19,7 +19,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from holdfast.errors import CollectiveFailed, ProtocolError, UsageError
+from holdfast.errors import CollectiveFault, ProtocolError, UsageError
 from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.network.listener import BACKLOG, Door
 from holdfast.protocol.network.proof import ANSWER_CHARS, Question, answer_to
@@ -91,13 +91,13 @@ class ChannelListener:
         return True
 
     def take(self, generation: int, rank: int) -> socket.socket:
-        """The connection from a member. Raises CollectiveFailed when the generation breaks first."""
+        """The connection from a member. Raises CollectiveFault when the generation breaks first."""
         with self._news:
             self._news.wait_for(lambda: (generation, rank) in self._arrived or self._broken >= generation)
             # The break is looked at before the connection. When both are there, going on would only connect
             # to members that have left already.
             if self._broken >= generation:
-                raise CollectiveFailed("the generation broke while its members connected")
+                raise CollectiveFault("the generation broke while its members connected")
             return self._arrived.pop((generation, rank))
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class ChannelListener:
 class ControlChannel:
     """The connections of one generation.
 
-    Every member calls the same methods in the same order. A peer that is gone raises CollectiveFailed in
+    Every member calls the same methods in the same order. A peer that is gone raises CollectiveFault in
     whoever waits for it; `abort` (from another thread) raises it at once.
 
     Attributes:
@@ -140,7 +140,7 @@ class ControlChannel:
         """Connects to the lower ranks and waits for the higher ones.
 
         Raises:
-            CollectiveFailed: one cannot be reached, or does not prove that it is this member.
+            CollectiveFault: one cannot be reached, or does not prove that it is this member.
         """
         number = self._generation.number
         # All lower ranks are called before any answer is awaited. Proofs are computed in the peers' listening
@@ -182,7 +182,7 @@ class ControlChannel:
         try:
             yield
         except OSError as error:
-            raise CollectiveFailed(f"cannot reach rank {member.rank} on {member.node}: {error}") from error
+            raise CollectiveFault(f"cannot reach rank {member.rank} on {member.node}: {error}") from error
 
     def _call(self, member: Member) -> socket.socket:
         address = (member.host, member.vote_port)
@@ -203,7 +203,7 @@ class ControlChannel:
         # walks over the list, so one of the two sees the other.
         self._peers[rank] = sock
         if self._aborted:
-            raise CollectiveFailed("the generation broke while its members connected")
+            raise CollectiveFault("the generation broke while its members connected")
 
     def sockets(self) -> list[socket.socket]:
         """Every connection of the control channel."""
@@ -239,7 +239,7 @@ class ControlChannel:
                 sock.sendall(data)
             except OSError as error:
                 if not self.fails_on_receive:
-                    raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+                    raise CollectiveFault(f"lost rank {rank}: {error}") from error
 
     def receive(self, step: int, own: Sequence[Word], counts: Sequence[int] | None = None) -> list[Word]:
         """What every member said for this step, in the order of the ranks: so all add it up alike.
@@ -281,9 +281,9 @@ class ControlChannel:
             # of them; `abort` ends the wait.
             word = self._peers[rank].recv(_WORD.size, socket.MSG_WAITALL)
         except OSError as error:
-            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+            raise CollectiveFault(f"lost rank {rank}: {error}") from error
         if len(word) < _WORD.size:
-            raise CollectiveFailed(f"lost rank {rank}: its connection closed")
+            raise CollectiveFault(f"lost rank {rank}: its connection closed")
         their_step, a, b, c = _WORD.unpack(word)
         if (their_step ^ step) & OF_A_SUM:
             here, there = ("is", "is not") if step & OF_A_SUM else ("is not", "is")
@@ -294,7 +294,7 @@ class ControlChannel:
         # The stream has no other frame than the step's number. If two members are at different steps, one has
         # committed what the other has not, and adding their words up would hide it.
         if their_step != step:
-            raise CollectiveFailed(f"rank {rank} is at step {their_step}, this rank at {step}")
+            raise CollectiveFault(f"rank {rank} is at step {their_step}, this rank at {step}")
         return a, b, c
 
 
@@ -362,7 +362,7 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
                 # All peers have ended and have nothing to send, so the key can never come. Without this the
                 # `select` on nothing would wait for ever.
                 if not selector.get_map():
-                    raise CollectiveFailed("a rank requested a key that no rank has set")
+                    raise CollectiveFault("a rank requested a key that no rank has set")
                 for key, events in selector.select():
                     if events & selectors.EVENT_WRITE:
                         self._write(key.data)
@@ -386,7 +386,7 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         except BlockingIOError:
             return
         except OSError as error:
-            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+            raise CollectiveFault(f"lost rank {rank}: {error}") from error
         if data:
             self._unsent[rank] = data
         else:
@@ -403,9 +403,9 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         except BlockingIOError:
             return
         except OSError as error:
-            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+            raise CollectiveFault(f"lost rank {rank}: {error}") from error
         if not data:
-            raise CollectiveFailed(f"lost rank {rank}: its connection closed")
+            raise CollectiveFault(f"lost rank {rank}: its connection closed")
         frame += data
         if len(frame) < _HEAD.size:
             return

@@ -24,9 +24,17 @@ import xxhash
 from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.tensors.tree import buffer_of
-from holdfast.train.generation_group import Group
+from holdfast.train.generation_group import GenerationGroup
 from holdfast.train.place import folds, shares, subtrees
-from holdfast.train.reduction import BucketedSum, Chunk, Flat, check_dense, clip, flip_bit, scale_and_square
+from holdfast.train.reduction import (
+    BucketedSum,
+    Chunk,
+    GradientBuffer,
+    check_dense,
+    clip,
+    flip_bit,
+    scale_and_square,
+)
 
 Reduction = Literal["fast", "exact"]
 
@@ -106,14 +114,14 @@ class _Bucket:
         self.digest = 0
         self.arrived: set[torch.nn.Parameter] = set()
         self.used: set[torch.nn.Parameter] = set()
-        self.stack: list[Flat] = []
-        self.leaf: Flat | None = None
+        self.stack: list[GradientBuffer] = []
+        self.leaf: GradientBuffer | None = None
         self.works: list[Any] = []
         self.forget()
 
     def forget(self) -> None:
         """Takes new memory, when gloo keeps the old."""
-        self.free: list[Flat] = []
+        self.free: list[GradientBuffer] = []
         self.stack, self.leaf = [], None
         self.inbox: torch.Tensor | None = None
         self.summands: list[torch.Tensor] = []
@@ -135,7 +143,7 @@ class _Bucket:
         elif self.direct:
             self.leaf = None
         else:
-            self.leaf = self.free.pop() if self.free else Flat(self.chunk)
+            self.leaf = self.free.pop() if self.free else GradientBuffer(self.chunk)
         for i, p in enumerate(self.parameters):
             p.grad = self.leaf.grads[i] if joins and self.leaf is not None else None
 
@@ -172,7 +180,7 @@ class _Bucket:
             if self.leaf is None:
                 grad = self.parameters[0].grad
                 assert grad is not None
-                self.leaf = Flat(self.chunk, local_of(grad).contiguous())
+                self.leaf = GradientBuffer(self.chunk, local_of(grad).contiguous())
             self.stack.append(self.leaf)
             if self.digests:
                 # Before the additions below: the next leaf is added into this memory.
@@ -187,14 +195,14 @@ class _Bucket:
             if not self.direct:
                 self.free.append(right)
 
-    def result(self) -> Flat:
+    def result(self) -> GradientBuffer:
         """Where the sum over all replicas goes."""
         if not self.stack:
             only = None
             if self.direct:
                 first = local_of(self.parameters[0])
                 only = torch.empty_like(first, memory_format=torch.contiguous_format)
-            self.stack.append(Flat(self.chunk, only))
+            self.stack.append(GradientBuffer(self.chunk, only))
         return self.stack[0]
 
 
@@ -315,10 +323,10 @@ class ExactSum(BucketedSum):
 
     # ------------------------------------------------------------ all replicas
 
-    def last(self, group: Group) -> None:
+    def last(self, group: GenerationGroup) -> None:
         self._group = group
 
-    def _launch_full(self, group: Group) -> None:
+    def _launch_full(self, group: GenerationGroup) -> None:
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             # One with flags alone is never full: it goes when the backward pass has ended, as its leaf is closed then.
@@ -326,12 +334,12 @@ class ExactSum(BucketedSum):
                 return
             self._launch(bucket, group)
 
-    def flush(self, group: Group) -> None:
+    def flush(self, group: GenerationGroup) -> None:
         self._group = group
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next], group)
 
-    def _launch(self, bucket: _Bucket, group: Group) -> None:
+    def _launch(self, bucket: _Bucket, group: GenerationGroup) -> None:
         if self.poison and bucket.stack and bucket.parameters:
             bucket.stack[-1].body[0] = math.nan
             self.poison = False
@@ -367,7 +375,7 @@ class ExactSum(BucketedSum):
         # third one gloo's order of additions would count.
         return self._layout.pieces == [1, 1]
 
-    def _send_subtrees(self, bucket: _Bucket, group: Group) -> None:
+    def _send_subtrees(self, bucket: _Bucket, group: GenerationGroup) -> None:
         """Every member gets its slice of this worker's subtrees; this one gets its slice of everyone's."""
         assert self._layout is not None
         # Each worker adds up one slice of the bucket, for all. So the additions are made once, in one order,
@@ -401,7 +409,7 @@ class ExactSum(BucketedSum):
         # `piece_folds` was made.
         bucket.summands = [found[index] for index in sorted(found)]
 
-    def _send_slice(self, bucket: _Bucket, group: Group) -> None:
+    def _send_slice(self, bucket: _Bucket, group: GenerationGroup) -> None:
         """Adds up this worker's slice of all subtrees and gives it to all."""
         assert self._layout is not None
         if self._one_sum:
@@ -435,7 +443,7 @@ class ExactSum(BucketedSum):
             self._leave_alone(self._buckets[-1].result().flags, self._unused())
         return float(squares)
 
-    def _wait(self, bucket: _Bucket, group: Group) -> None:
+    def _wait(self, bucket: _Bucket, group: GenerationGroup) -> None:
         while bucket.works:
             group.wait(bucket.works[0])
             bucket.works.pop(0)
@@ -447,7 +455,7 @@ class ExactSum(BucketedSum):
     def local_is_finite(self) -> bool:
         return all(bool(part.body.isfinite().all()) for bucket in self._buckets for part in bucket.stack)
 
-    def drain(self, group: Group) -> None:
+    def drain(self, group: GenerationGroup) -> None:
         for bucket in self._buckets:
             works, bucket.works = bucket.works, []
             # A list and not `any`, which would stop at the first: each operation has its own time to let go,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-ignore]
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.protocol.messages import Generation
 from holdfast.train.control_channel import ChannelListener, ChannelStore, ControlChannel
 from holdfast.train.gloo_group import GlooGroup
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class _Failed:
     """In the place of a Work: the collective did not even begin."""
 
-    error: CollectiveFailed
+    error: CollectiveFault
 
 
-class Group(GlooGroup):
+class GenerationGroup(GlooGroup):
     """One generation's connections. Built in two parts, so that `abort` works while `connect` runs.
 
     Attributes:
@@ -64,7 +64,7 @@ class Group(GlooGroup):
         self.channel.fails_on_receive = self._replica_groups is not None
 
     def join(self, token: str) -> None:
-        """Connects to every member. Raises CollectiveFailed when one is gone or the generation breaks."""
+        """Connects to every member. Raises CollectiveFault when one is gone or the generation breaks."""
         if self.channel.size == 1:
             return
         # The control channel comes first because gloo's addresses travel over it. No store server is needed,
@@ -83,14 +83,14 @@ class Group(GlooGroup):
         # everything is closed, so what was connected meanwhile is closed here.
         if self._aborted:
             self.abort()
-            raise CollectiveFailed("the generation broke while its members connected")
+            raise CollectiveFault("the generation broke while its members connected")
 
     def start(self, call: Callable[[Any], Any]) -> Any:
         """As in GlooGroup. A replica of several workers leaves a step together (`ReplicaGroups`), so what fails here in the middle of
         one is said when it is waited for."""
         try:
             return super().start(call)
-        except CollectiveFailed as error:
+        except CollectiveFault as error:
             if self._replica_groups is None:
                 raise
             return _Failed(error)
@@ -109,7 +109,7 @@ class Group(GlooGroup):
         """As in GlooGroup, also for the replica's own groups."""
         super().intact()
         if self._replica_groups is not None and self._device is not None and self._replica_groups.aborted:
-            raise CollectiveFailed("the generation broke")
+            raise CollectiveFault("the generation broke")
 
     def abort(self) -> None:
         """Frees every call that waits for a peer in another replica. Safe from any thread, more than once."""

@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFault
 from holdfast.protocol.network.sockets import unpace
 
 GPU_GROUPS = "HOLDFAST_GPU_GROUPS"
@@ -113,7 +113,7 @@ class GlooGroup:
         return self._device is not None
 
     def connect(self, store: Any) -> None:
-        """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
+        """Connects to every member. Raises CollectiveFault when one is gone or `abort` is called."""
         # Sockets that exist now belong to somebody else: a tracker, a store of objects, a former group. Only
         # later ones can be this group's.
         self._before = set(sockets_here())
@@ -130,14 +130,14 @@ class GlooGroup:
         # again, now that they are.
         if self._aborted:
             self.abort()
-            raise CollectiveFailed("the generation broke while its members connected")
+            raise CollectiveFault("the generation broke while its members connected")
 
     def _build(self, store: Any) -> Any:
         """The process group. A thread makes it, because nothing frees one that waits for a lost peer."""
         results: list[Any] = []
 
         def build() -> None:
-            result: Any = CollectiveFailed("the process group was not connected")
+            result: Any = CollectiveFault("the process group was not connected")
             try:
                 if agreed(store, self.rank, self.size, self._wanted):
                     assert self._wanted is not None
@@ -163,9 +163,9 @@ class GlooGroup:
             while not self._news.wait_for(lambda: results or self._aborted, SIGN_S):
                 self.waits()
         if not results:
-            raise CollectiveFailed("the generation broke while its members connected")
+            raise CollectiveFault("the generation broke while its members connected")
         if isinstance(results[0], Exception):
-            raise CollectiveFailed(f"cannot connect: {first_line(results[0])}") from results[0]
+            raise CollectiveFault(f"cannot connect: {first_line(results[0])}") from results[0]
         return results[0]
 
     def _abortable(self, group: Any) -> None:
@@ -178,7 +178,7 @@ class GlooGroup:
             late = self._aborted
         if late:
             self._free(group)
-            raise CollectiveFailed("the generation broke while its members connected")
+            raise CollectiveFault("the generation broke while its members connected")
 
     def _free(self, group: Any) -> None:
         """Ends NCCL's kernels, once."""
@@ -191,15 +191,15 @@ class GlooGroup:
         """Starts a collective: `call` is given gloo's process group and returns its Work.
 
         Raises:
-            CollectiveFailed: a peer is gone, or `abort` was called.
+            CollectiveFault: a peer is gone, or `abort` was called.
         """
         # After an abort gloo would accept the collective and never finish it, because its sockets are shut.
         if self._aborted or self._group is None:
-            raise CollectiveFailed("the generation broke")
+            raise CollectiveFault("the generation broke")
         try:
             work = call(self._group)
         except RuntimeError as error:
-            raise CollectiveFailed(first_line(error)) from error
+            raise CollectiveFault(first_line(error)) from error
         # NCCL returns nothing for a collective that the caller does not want to wait for later (asyncOp is False, as of
         # FSDP2's): it is queued on the current stream, where all that follows comes after it.
         return ended() if work is None else work
@@ -235,7 +235,7 @@ class GlooGroup:
         through a copy in new memory and took four times as long.
 
         Raises:
-            CollectiveFailed: a peer is gone, or `abort` was called.
+            CollectiveFault: a peer is gone, or `abort` was called.
         """
         parts = out.view(self.size, -1)
         if parts[self.rank].data_ptr() != mine.data_ptr():
@@ -248,7 +248,7 @@ class GlooGroup:
         the others send.
 
         Raises:
-            CollectiveFailed: a peer is gone, or `abort` was called.
+            CollectiveFault: a peer is gone, or `abort` was called.
         """
         parts = mine.view(self.size, -1)
         received = pool.take(mine.numel(), mine.dtype).view(self.size, -1)
@@ -273,7 +273,7 @@ class GlooGroup:
                 works.append(call())
             for work in works:
                 self.wait(work)
-        except CollectiveFailed:
+        except CollectiveFault:
             for work in works:
                 self.drain(work)
             raise
@@ -282,13 +282,13 @@ class GlooGroup:
         """Waits for what was started.
 
         Raises:
-            CollectiveFailed: a peer is gone, or `abort` was called.
+            CollectiveFault: a peer is gone, or `abort` was called.
         """
         if self._device is not None:  # queued: whether it came to its end shows in `intact`
             try:
                 work.wait()
             except RuntimeError as error:
-                raise CollectiveFailed(first_line(error)) from error
+                raise CollectiveFault(first_line(error)) from error
             self.intact()
             return
         while True:
@@ -300,13 +300,13 @@ class GlooGroup:
                     # A time slice that ran out says nothing about the peer. Only the flag does: the
                     # coordinator has decided that the generation is over.
                     if self._aborted:
-                        raise CollectiveFailed("the generation broke") from error
+                        raise CollectiveFault("the generation broke") from error
                     continue
             try:
                 work.wait()  # it ended, perhaps well and just after the slice: now it says how
                 return
             except RuntimeError as error:
-                raise CollectiveFailed(first_line(error)) from error
+                raise CollectiveFault(first_line(error)) from error
 
     def until(self, done: Callable[[], bool]) -> bool:
         """Waits for what another thread waits for, and says with `tell`. False: `abort` came first."""
@@ -325,10 +325,10 @@ class GlooGroup:
             self._stuck |= not self._news.wait_for(done, DRAIN.total_seconds())
 
     def intact(self) -> None:
-        """For results of NCCL, once the device has come to the end of them: raises CollectiveFailed when they may be
+        """For results of NCCL, once the device has come to the end of them: raises CollectiveFault when they may be
         garbage."""
         if self._device is not None and self._aborted:
-            raise CollectiveFailed("the generation broke")
+            raise CollectiveFault("the generation broke")
 
     def drain(self, work: Any) -> bool:
         """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""

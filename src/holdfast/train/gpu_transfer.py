@@ -27,7 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import ChecksumError, CollectiveFailed, ProtocolError, StateError
+from holdfast.errors import ChecksumError, CollectiveFault, ProtocolError, StateError
 from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.tensors.staging import Lane
 from holdfast.train import gloo_group
@@ -87,7 +87,7 @@ def possible(image: Image) -> bool:
     return on_gpu and image.index.nbytes >= WORTH_BYTES
 
 
-class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+class TransferStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
     """The connection between a donor and a newcomer: the store of their group, then the sums of what moved."""
 
     def __init__(self, sock: socket.socket, closed: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         with self._news:
             self._news.wait_for(lambda: self._over or all(k in self._values for k in keys))
             if not all(k in self._values for k in keys):
-                raise CollectiveFailed("the other rank closed the connection")
+                raise CollectiveFault("the other rank closed the connection")
 
     def check(self, keys: list[str]) -> bool:
         """Whether the keys have arrived."""
@@ -155,14 +155,14 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         """The newcomer: what the donor said of the next chunk."""
         checksum = self._sums.get()
         if checksum is None:
-            raise CollectiveFailed("the donor closed the connection")
+            raise CollectiveFault("the donor closed the connection")
         return checksum
 
     def _send(self, frame: bytes) -> None:
         try:
             self._sock.sendall(frame)
         except OSError as error:
-            raise CollectiveFailed(f"the other rank closed the connection: {error}") from error
+            raise CollectiveFault(f"the other rank closed the connection: {error}") from error
 
     def join(self) -> None:
         """Waits until the other end has closed the line."""
@@ -176,16 +176,18 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
             return
 
 
-def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callable[[Line], None]) -> None:
+def send(
+    sock: socket.socket, image: Image, low: int, stop: int, opened: Callable[[TransferStore], None]
+) -> None:
     """The donor's part of one stripe; returns when the newcomer has closed the line. opened: given the line, whose `close`
     ends this.
 
     Raises:
-        CollectiveFailed: the newcomer is gone, or they cannot be connected.
+        CollectiveFault: the newcomer is gone, or they cannot be connected.
     """
     device = image.device
     pair = GlooGroup(DONOR, 2, sock.getsockname()[0], device)
-    line = Line(sock, pair.abort)
+    line = TransferStore(sock, pair.abort)
     sums: deque[tuple[int, torch.Tensor, object]] = deque()
 
     def say() -> None:
@@ -231,14 +233,14 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
     """
     device = image.device
     pair = GlooGroup(NEWCOMER, 2, sock.getsockname()[0], device)
-    line = Line(sock, pair.abort)
+    line = TransferStore(sock, pair.abort)
     coming: deque[tuple[int, int, torch.Tensor, object]] = deque()
     late_s = time.monotonic() + CONNECT_S
 
     def waits() -> None:
         moved(0)
         if time.monotonic() > late_s:
-            raise CollectiveFailed(f"no connection within {CONNECT_S:g} s")
+            raise CollectiveFault(f"no connection within {CONNECT_S:g} s")
 
     def confirm() -> None:
         begin, end, words, mark = coming.popleft()
@@ -273,7 +275,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
                     confirm()
             while coming:
                 confirm()
-    except (CollectiveFailed, RuntimeError) as error:
+    except (CollectiveFault, RuntimeError) as error:
         raise StateError(f"the direct transfer between GPUs failed: {error}") from error
     finally:
         line.close()
@@ -312,7 +314,7 @@ def _move(pair: GlooGroup, chunk: torch.Tensor) -> None:
     work = pair.broadcast(chunk, DONOR)
     try:
         pair.wait(work)
-    except CollectiveFailed:
+    except CollectiveFault:
         pair.drain(work)
         raise
 

@@ -29,7 +29,7 @@ from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 from holdfast.train.place import Place
 from holdfast.train.restore import StateRestorer
-from holdfast.train.snapshots import Snapshots
+from holdfast.train.snapshots import StateSnapshots
 from holdfast.train.state_guard import StateGuard, UsedState
 from holdfast.train.state_image import Protected
 
@@ -62,7 +62,7 @@ class HeldState:
     ) -> None:
         """sharding: of a replica of several workers, whose state is sharded."""
         self.committed: int | None = None
-        self.snapshots = Snapshots(link, faults, device)
+        self.snapshots = StateSnapshots(link, faults, device)
         self.guard = StateGuard(
             {
                 name: thing

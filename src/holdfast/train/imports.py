@@ -181,7 +181,7 @@ class _Reads:
     def __enter__(self) -> None:
         noted, plain = self._noted, self._before
 
-        class Watched(plain):  # type: ignore[valid-type,misc]
+        class WatchedEnvironment(plain):  # type: ignore[valid-type,misc]
             def __getitem__(self, name: str) -> str:
                 noted(name)
                 return plain.__getitem__(self, name)
@@ -191,7 +191,7 @@ class _Reads:
                 return plain.__iter__(self)
 
         # The class of the one object and not another object: modules hold `os.environ` by its own name.
-        os.environ.__class__ = Watched
+        os.environ.__class__ = WatchedEnvironment
 
     def __exit__(self, *_: object) -> None:
         os.environ.__class__ = self._before

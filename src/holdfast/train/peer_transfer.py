@@ -26,11 +26,11 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
-from holdfast.errors import ChecksumError, CollectiveFailed, StateError
+from holdfast.errors import ChecksumError, CollectiveFault, StateError
 from holdfast.observe.transfer_progress import Seen
 from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.network.proof import ANSWER_HEADER, Question
-from holdfast.protocol.network.range_server import RangeServer, Request
+from holdfast.protocol.network.range_server import RangeRequest, RangeServer
 from holdfast.protocol.network.sockets import shut
 from holdfast.tensors.index import Index, decode_index
 from holdfast.train import gpu_transfer
@@ -61,7 +61,7 @@ class DonorServer(RangeServer):
         self._generation = 0
         self._image: Image | None = None
         self._constant: Image | None = None
-        self._lines: set[gpu_transfer.Line] = set()
+        self._lines: set[gpu_transfer.TransferStore] = set()
         super().__init__(host, token, _server_name(worker), "holdfast-donor")
 
     def close(self) -> None:
@@ -98,16 +98,16 @@ class DonorServer(RangeServer):
         return self._generation == generation
 
     @contextmanager
-    def _open_line(self, generation: int) -> Iterator[Callable[[gpu_transfer.Line], None]]:
+    def _open_line(self, generation: int) -> Iterator[Callable[[gpu_transfer.TransferStore], None]]:
         """While a stripe goes from GPU to GPU: the end of the generation ends it."""
-        own: list[gpu_transfer.Line] = []
+        own: list[gpu_transfer.TransferStore] = []
 
-        def opened(line: gpu_transfer.Line) -> None:
+        def opened(line: gpu_transfer.TransferStore) -> None:
             with self._news:
                 # Checked under the lock that `publish` holds: a line is either in the set when it closes all
                 # of them, or never opened.
                 if self._generation != generation:
-                    raise CollectiveFailed("the generation ended")
+                    raise CollectiveFault("the generation ended")
                 own.append(line)
                 self._lines.add(line)
 
@@ -117,7 +117,7 @@ class DonorServer(RangeServer):
             with self._news:
                 self._lines.difference_update(own)
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: RangeRequest) -> None:
         """The paths of the module's docstring."""
         # A generation fetches once. A kept connection would only hold a thread until the time limit.
         request.close_connection = True
@@ -140,14 +140,14 @@ class DonorServer(RangeServer):
         else:
             request.send_error(404)
 
-    def _send_directly(self, request: Request, image: Image, generation: int) -> None:
+    def _send_directly(self, request: RangeRequest, image: Image, generation: int) -> None:
         if (span := request.span(image.index.nbytes)) is None:
             return
         request.begin(HTTPStatus.SWITCHING_PROTOCOLS, {"Connection": "Upgrade", "Upgrade": "holdfast-direct"})
-        with self._open_line(generation) as opened, suppress(CollectiveFailed):  # it comes another way
+        with self._open_line(generation) as opened, suppress(CollectiveFault):  # it comes another way
             gpu_transfer.send(request.connection, image, *span, opened)
 
-    def _send_range(self, request: Request, image: Image, generation: int) -> None:
+    def _send_range(self, request: RangeRequest, image: Image, generation: int) -> None:
         if (span := request.span(image.index.nbytes)) is None:
             return
         start, stop = span
@@ -388,7 +388,7 @@ def _read_chunk(
         raise ChecksumError(f"bytes {low} to {high} from rank {member.rank} on {member.node} are damaged")
 
 
-class Endpoint:
+class PeerEndpoint:
     """Where other workers reach this process. It lasts as long as the process, also when `main` is run again."""
 
     def __init__(self, host: str, token: str, worker: str) -> None:

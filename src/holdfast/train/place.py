@@ -33,7 +33,7 @@ def shares(micro_batches: int, world: int) -> list[range]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class WorkShare:
     """What a worker computes, and how gradients are summed over the workers with the same shard."""
 
     micro_batches: range
@@ -48,7 +48,7 @@ class Seat:
     """Leaves of the tree of additions: micro-batches of a global batch, over the shards of a replica."""
 
 
-def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
+def seat(micro_batches: int, generation: Generation, rank: int) -> WorkShare:
     """A worker's seat. In a replica of several workers that shard their state, those take turns: each micro-batch of a
     round goes to one of them, and the sum over the round is a leaf of the tree."""
     own = generation.members[rank]
@@ -60,7 +60,7 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     # A member beside the replicas is in the column without computing. It counts at the end, so ranks of those
     # that compute stay 0 to `computing` - 1.
     if own.replica < 0:
-        return Seat(
+        return WorkShare(
             micro_batches=range(0), rank=place, world=computing, idle=len(column) - computing, leaves=leaves
         )
     rounds = share(leaves, place, computing)
@@ -68,7 +68,7 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     # The shards of a replica take turns: FSDP2 sums over them at each backward pass, so one round gives one
     # leaf. Which worker computed which micro-batch of it does not matter then.
     numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
-    return Seat(
+    return WorkShare(
         micro_batches=numbers, rank=place, world=computing, idle=len(column) - computing, leaves=leaves
     )
 
@@ -198,7 +198,7 @@ class Place:
         assert self.form is not None
         return self.form.generation.members
 
-    def seat(self) -> Seat:
+    def seat(self) -> WorkShare:
         """What this worker computes of the running generation's steps."""
         assert self.form is not None
         return seat(self.micro_batches, self.form.generation, self.rank)

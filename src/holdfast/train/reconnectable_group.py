@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
-from holdfast.errors import CollectiveFailed, UsageError
+from holdfast.errors import CollectiveFault, UsageError
 from holdfast.train.gloo_group import BufferPool, GlooGroup, ended, first_line
 
 Say = Callable[[dict[str, int], int], None]
@@ -93,7 +93,7 @@ class CollectiveCounts:
         """Before every call that reaches another worker.
 
         Raises:
-            CollectiveFailed: the step is to be left here.
+            CollectiveFault: the step is to be left here.
         """
         told: dict[str, int] | None = None
         with self._news:
@@ -111,7 +111,7 @@ class CollectiveCounts:
                 # replica because one of its workers did not answer.
                 self._news.wait()
             if self._aborted:
-                raise CollectiveFailed("the generation broke")
+                raise CollectiveFault("the generation broke")
             self._begun[name] = self._begun.get(name, 0) + 1
         if told is not None:
             self.say(told, -1)
@@ -148,10 +148,10 @@ class CollectiveCounts:
         """In front of a call that is not to begin.
 
         Raises:
-            CollectiveFailed: all stand, so all leave.
+            CollectiveFault: all stand, so all leave.
         """
         if self._may_leave():
-            raise CollectiveFailed("the generation broke")
+            raise CollectiveFault("the generation broke")
 
     def _is_behind(self) -> bool:
         """Whether others have begun calls that this worker has not. Under the lock."""
@@ -175,7 +175,7 @@ _Work: Any = dist.Work
 # whoever waited for its send first would wait for a peer that does the same.
 
 
-class Message(_Work):  # type: ignore[misc]
+class MessageWork(_Work):  # type: ignore[misc]
     """What torch gets for a message. A wait for it is ended by an abort, which gloo's own would not be."""
 
     def __init__(self, gloo: GlooGroup, work: Any, tensors: Any, called: Any) -> None:
@@ -190,13 +190,13 @@ class Message(_Work):  # type: ignore[misc]
         """Until it has come, or has gone.
 
         Raises:
-            CollectiveFailed: a peer is gone, or `abort` was called.
+            CollectiveFault: a peer is gone, or `abort` was called.
         """
         self._called(True)
         if not self.gloo.until(self.is_completed):
-            raise CollectiveFailed("the generation broke")
+            raise CollectiveFault("the generation broke")
         if self._error is not None:
-            raise CollectiveFailed(self._error)
+            raise CollectiveFault(self._error)
         self._called(False)
         return True
 
@@ -224,10 +224,10 @@ class SentMessages:
     """
 
     def __init__(self) -> None:
-        self._open: list[Message] = []
-        self._followers: dict[str, queue.SimpleQueue[Message | None]] = {}
+        self._open: list[MessageWork] = []
+        self._followers: dict[str, queue.SimpleQueue[MessageWork | None]] = {}
 
-    def add(self, direction: str, message: Message) -> Message:
+    def add(self, direction: str, message: MessageWork) -> MessageWork:
         """One more. Those of one direction come to their end in the order in which they were begun."""
         # The list keeps tensors alive: a schedule that a fault cuts off drops its own references, and gloo may
         # still write into them.
@@ -247,7 +247,7 @@ class SentMessages:
         try:
             for message in self._open:
                 message.wait()
-        except CollectiveFailed:
+        except CollectiveFault:
             return False
         self._open.clear()
         return True
@@ -264,7 +264,7 @@ class SentMessages:
         self._followers.clear()
 
 
-def _follow(messages: queue.SimpleQueue[Message | None]) -> None:
+def _follow(messages: queue.SimpleQueue[MessageWork | None]) -> None:
     while (message := messages.get()) is not None:
         message.follow()
 
@@ -355,7 +355,7 @@ class ReplicaGroups:
         """Connects every group of more than one worker; all workers of the replica have them in the same order.
 
         Raises:
-            CollectiveFailed: one is gone, or `abort` was called.
+            CollectiveFault: one is gone, or `abort` was called.
         """
         for group in self._groups:
             if group.size() > 1:
@@ -365,7 +365,7 @@ class ReplicaGroups:
                 # peer.
                 group.gloo = GlooGroup(group.rank(), group.size(), self.host, self.device)
                 if self.aborted:
-                    raise CollectiveFailed("the generation broke while its members connected")
+                    raise CollectiveFault("the generation broke while its members connected")
                 group.gloo.connect(store_of(group.label))
         # Only a replica whose groups are all connected may be kept over a break, see `leave`.
         self.connected_in = generation
@@ -468,7 +468,7 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             if self._replica_groups.beside:
                 return self._run_beside(name, *args)
             if self._replica_groups.aborted:
-                raise CollectiveFailed("the generation broke")
+                raise CollectiveFault("the generation broke")
             raise UsageError(
                 f"{name} was called before the first step, but the workers of a replica are connected only when "
                 "run.steps() begins. Build the model without communication: with the same seed on every worker, and "
@@ -481,7 +481,7 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             self._replica_groups.counts.begin(counted)
         if name in BETWEEN_TWO:
             work = gloo.start(lambda gloo: getattr(gloo, name)(*args, **options))
-            message = Message(gloo, work, args[0], self._replica_groups.called)
+            message = MessageWork(gloo, work, args[0], self._replica_groups.called)
             return self._replica_groups.messages.add(counted, message)
         self._replica_groups.called(True)
         work = self._ran_better(gloo, name, *args)
@@ -489,7 +489,7 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             work = gloo.start(lambda gloo: getattr(gloo, name)(*args, **options))
             try:
                 gloo.wait(work)
-            except CollectiveFailed:
+            except CollectiveFault:
                 # Gloo may write into the tensor as long as it holds it. FSDP2 gives its memory back as soon
                 # as this call raises, so the wait for gloo has to come before the error.
                 gloo.drain(work)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
-from holdfast.train.generation_group import Group
+from holdfast.train.generation_group import GenerationGroup
 from holdfast.train.placements import settled
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class Chunk:
         return sum(_reals(local_of(p)).numel() for p in self.parameters) + self.flags
 
 
-class Flat:
+class GradientBuffer:
     """Memory for the gradients of a chunk, in one tensor `flat`: `body` is the gradients, `views` its parts in the shapes of
     the parameters, `grads` what autograd is given of them; `flags` lies behind them."""
 
@@ -108,7 +108,7 @@ class _Bucket:
     def allocate(self) -> None:
         """Takes new memory, when gloo keeps the old."""
         if not self.chunk.direct:
-            self.now = Flat(self.chunk)
+            self.now = GradientBuffer(self.chunk)
 
     def fill(self, filled: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Makes `now` whole: a parameter that took no part in any backward pass adds 0. Returns those."""
@@ -121,7 +121,7 @@ class _Bucket:
             if p.grad is None or not grad.is_contiguous():
                 grad = grad.contiguous()
                 p.grad = like(grad, p)
-            self.now = Flat(self.chunk, grad)
+            self.now = GradientBuffer(self.chunk, grad)
             return unused
         for p, view, grad in zip(self.parameters, self.now.views, self.now.grads, strict=True):
             if p in filled:
@@ -187,7 +187,7 @@ class Gradients(Protocol):
         """It has ended."""
         ...
 
-    def last(self, group: Group) -> None:
+    def last(self, group: GenerationGroup) -> None:
         """The next backward pass is the step's last: buckets may go as soon as they are full."""
         ...
 
@@ -203,7 +203,7 @@ class Gradients(Protocol):
         """Raises UsageError where the script has changed a gradient since."""
         ...
 
-    def flush(self, group: Group) -> None:
+    def flush(self, group: GenerationGroup) -> None:
         """Launches what the backward passes left over (parameters that took no part)."""
         ...
 
@@ -214,7 +214,7 @@ class Gradients(Protocol):
         One that is not finite means that a gradient was not.
 
         Raises:
-            CollectiveFailed: a replica is gone; the gradients are worthless.
+            CollectiveFault: a replica is gone; the gradients are worthless.
         """
         ...
 
@@ -226,7 +226,7 @@ class Gradients(Protocol):
         """Whether this rank's own gradients are finite. Call before `last` lets them go."""
         ...
 
-    def drain(self, group: Group) -> None:
+    def drain(self, group: GenerationGroup) -> None:
         """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
         ...
 
@@ -269,7 +269,7 @@ class BucketedSum(Gradients):
         """changed: called at every launch and completion: the worker's sign of life. counts: whether a parameter's
         gradient adds to the norm here; with tensor parallelism several workers of a replica may have the same."""
         self._all, self._counts, self._changed = list(parameters), counts, changed
-        self._group: Group | None = None
+        self._group: GenerationGroup | None = None
         self._next = 0
         self.poison = self._flips = False
         self._hooks = ExitStack()
@@ -415,7 +415,7 @@ class GradientSum(BucketedSum):
     def after_backward(self) -> None:
         """What is missing is filled in when the bucket goes."""
 
-    def last(self, group: Group) -> None:
+    def last(self, group: GenerationGroup) -> None:
         self._group = group
 
     def _arrived(self, p: torch.Tensor) -> None:
@@ -433,13 +433,13 @@ class GradientSum(BucketedSum):
             if bucket.missing == 0:
                 self._launch_full(self._group)
 
-    def _launch_full(self, group: Group) -> None:
+    def _launch_full(self, group: GenerationGroup) -> None:
         # In one fixed order, whatever the order of arrival. Collectives have no names: a replica that
         # launched bucket 3 before 2 would be added to another's bucket 2.
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             self._launch(self._buckets[self._next], group)
 
-    def _launch(self, bucket: _Bucket, group: Group) -> None:
+    def _launch(self, bucket: _Bucket, group: GenerationGroup) -> None:
         # Filled at the launch and not at the end of the backward pass, so a bucket with an unused parameter
         # delays only itself.
         self._unused += bucket.fill(self._filled)
@@ -456,7 +456,7 @@ class GradientSum(BucketedSum):
         self._next += 1
         self._changed()
 
-    def flush(self, group: Group) -> None:
+    def flush(self, group: GenerationGroup) -> None:
         self._group = group
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next], group)
@@ -480,7 +480,7 @@ class GradientSum(BucketedSum):
     def local_is_finite(self) -> bool:
         return all(p.grad is None or bool(local_of(p.grad).isfinite().all()) for p in self._bucket_of)
 
-    def drain(self, group: Group) -> None:
+    def drain(self, group: GenerationGroup) -> None:
         for bucket in self._buckets:
             work, bucket.work = bucket.work, None
             # Gloo keeps that memory and may still write into it. The bucket takes new memory, and the old is

@@ -21,11 +21,11 @@ from holdfast.protocol.phases import BLOCK_STEPS, Phase
 from holdfast.train.buffer_rules import Advice, BufferRules
 from holdfast.train.constants import Constants
 from holdfast.train.faults import FaultPlan
-from holdfast.train.generation_group import Group
+from holdfast.train.generation_group import GenerationGroup
 from holdfast.train.held_state import HeldState
 from holdfast.train.link import Link
-from holdfast.train.peer_transfer import Endpoint
-from holdfast.train.place import Place, Seat
+from holdfast.train.peer_transfer import PeerEndpoint
+from holdfast.train.place import Place, WorkShare
 from holdfast.train.reduction import Gradients
 from holdfast.train.replay import put_aside
 from holdfast.train.state_image import Protected
@@ -50,7 +50,7 @@ class RunMainAgain(BaseException):
         self.shard_index = shard_index
 
 
-class Stage(Enum):
+class StepStage(Enum):
     """How far a step got on this worker."""
 
     OPEN = "open"
@@ -77,7 +77,7 @@ class Transaction:
     """
 
     def __init__(self, replica: Replica, index: int) -> None:
-        self.index, self.stage, self.generation = index, Stage.OPEN, 0
+        self.index, self.stage, self.generation = index, StepStage.OPEN, 0
         self._replica = replica
         self._update: Callable[[float], CommittedStep] | None = None
 
@@ -86,20 +86,20 @@ class Transaction:
         (`time.perf_counter`) at which the decision was known."""
         self._update = update
         self.generation = self._replica.place.generation
-        self.stage = Stage.PREPARED
+        self.stage = StepStage.PREPARED
 
     def commit(self, resolved: bool = False) -> None:
         """Updates the state of a PREPARED step, and of no other: after its vote, or much later, while this worker waits for a new
         generation whose members never computed this step. Called at most once. resolved: that was decided after a fault."""
         decided_s = time.perf_counter()
         self._replica.begin_update(self.index)
-        assert self.stage is Stage.PREPARED
+        assert self.stage is StepStage.PREPARED
         assert self._update is not None
         # Pessimistic on purpose: set before the update and taken back after it. If the process is struck in
         # between, what is reported is that nothing usable is held.
-        self.stage = Stage.PARTIALLY_APPLIED
+        self.stage = StepStage.PARTIALLY_APPLIED
         step = self._update(decided_s)
-        self.stage = Stage.COMMITTED
+        self.stage = StepStage.COMMITTED
         self._replica.end_update(step, resolved)
 
 
@@ -117,7 +117,7 @@ class Replica:
         stopped: the job was asked to stop; no further step is to be begun.
     """
 
-    _group: Group
+    _group: GenerationGroup
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Replica:
         device: torch.device,
         alone: bool = False,
         sharding: Sharding | None = None,
-        endpoint: Endpoint | None = None,
+        endpoint: PeerEndpoint | None = None,
         buffer_rules: BufferRules | None = None,
         constants: Constants | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class Replica:
         host = link.start.host
         # Listener and donor outlive `main`: when it runs again for another shard the ports that the
         # coordinator knows must stay the same.
-        endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
+        endpoint = endpoint or PeerEndpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._progress = ProgressReport(link, self.place)
         self._phases = PhaseReport(link, faults)
@@ -233,11 +233,11 @@ class Replica:
         # Forgotten first. If the update raises below, the step must not be resolved a second time with the
         # next order: that would apply a gradient twice.
         step, self._last = self._last, None
-        if step is None or step.stage is Stage.COMMITTED:
+        if step is None or step.stage is StepStage.COMMITTED:
             return
         # `apply` follows one rule for all survivors (`policy.settle`): if anyone committed the step, or all
         # of them prepared it, it counts everywhere; otherwise it counts nowhere.
-        if apply and step.stage is Stage.PREPARED:
+        if apply and step.stage is StepStage.PREPARED:
             step.commit(resolved=True)
         else:
             self._roll_back()
@@ -309,7 +309,7 @@ class Replica:
         groups = (
             self.sharding.groups if self.sharding and replica >= 0 and generation.shard_count > 1 else None
         )
-        group = self._group = Group(
+        group = self._group = GenerationGroup(
             generation=generation,
             rank=form.rank,
             host=self.link.start.host,
@@ -363,10 +363,12 @@ class Replica:
             self.link.unguard()
             self._group.close()
         step = self._last
-        prepared = step is not None and step.stage is Stage.PREPARED
+        prepared = step is not None and step.stage is StepStage.PREPARED
         # A partially applied step has updated some tensors and not others. Neither the step before nor the one after is
         # here, so nothing may be reported as held; the state is fetched from a peer.
-        held = None if step is not None and step.stage is Stage.PARTIALLY_APPLIED else self.state.committed
+        held = (
+            None if step is not None and step.stage is StepStage.PARTIALLY_APPLIED else self.state.committed
+        )
         self.state.committed = held
         self._progress.flush(held or 0)
         self.link.send(
@@ -422,7 +424,7 @@ class Replica:
         """The step is in this phase now."""
         self._phases.enter(phase, step)
 
-    def take_share(self) -> Seat:
+    def take_share(self) -> WorkShare:
         """What this worker computes of the step that began."""
         # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
         # is computed by fewer workers, with other shares.
@@ -513,7 +515,7 @@ class Replica:
         norm of the whole gradient.
 
         Raises:
-            CollectiveFailed: the generation broke.
+            CollectiveFault: the generation broke.
         """
         if self.sharding is not None:
             self.state.buffer_rules.reduce_inside(self.sharding)

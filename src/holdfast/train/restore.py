@@ -18,7 +18,7 @@ from holdfast.checkpoint.located import Located, find_in_archive, find_in_memory
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.replicate import WINDOW_BYTES, Blob, Pull
-from holdfast.errors import CollectiveFailed, StateError, StateLost, TierError, UnreadError, UsageError
+from holdfast.errors import CollectiveFault, StateError, StateLost, TierError, UnreadError, UsageError
 from holdfast.observe.transfer_progress import HowFar, Seen
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
@@ -55,7 +55,7 @@ class StateRestorer:
         """Returns the bytes that came.
 
         Raises:
-            CollectiveFailed: it could not be had from there; another generation tries again.
+            CollectiveFault: it could not be had from there; another generation tries again.
             UsageError: a durable tier has it, and it is of other objects.
             StateLost: that checkpoint is damaged.
             GenerationBroken: the generation broke meanwhile.
@@ -78,7 +78,7 @@ class StateRestorer:
         try:
             return fetch.run(self._objects)
         except StateError as error:
-            raise CollectiveFailed(str(error)) from error
+            raise CollectiveFault(str(error)) from error
 
     def _fetch_constants(self, form: m.JoinGeneration) -> int:
         seen = self._seen(form)
@@ -92,7 +92,7 @@ class StateRestorer:
                 return 0
             self._constants.take(fetch.fill(self._constants.targets, index))
         except StateError as error:
-            raise CollectiveFailed(str(error)) from error
+            raise CollectiveFault(str(error)) from error
         return index.nbytes
 
     def _load(self, form: m.JoinGeneration, image: state_image.Image) -> int:
@@ -111,7 +111,7 @@ class StateRestorer:
         try:
             return pull_image(self._objects, pull, form.copy.shard.head, self._seen(form))
         except (StateError, TierError) as error:
-            raise CollectiveFailed(str(error)) from error
+            raise CollectiveFault(str(error)) from error
 
     def _from_shards(self, form: m.JoinGeneration) -> int:
         """The snapshot, which was taken with another number of shards."""
@@ -123,7 +123,7 @@ class StateRestorer:
             )
             return load_resharded(self._objects, found, shard_index, self._submesh, self._seen(form))
         except (StateError, TierError) as error:
-            raise CollectiveFailed(str(error)) from error
+            raise CollectiveFault(str(error)) from error
 
     def _shard_of(self, form: m.JoinGeneration) -> tuple[int, int]:
         """Which shard this worker holds, of how many."""
@@ -141,11 +141,11 @@ class StateRestorer:
             seen, shard = self._seen(form), self._shard_of(form)
             return restore(self._objects, form.durable.url, form.durable.step, seen, shard, self._submesh)
         except UnreadError as error:
-            # StateLost and CollectiveFailed lead to different decisions. A damaged checkpoint is damaged for
+            # StateLost and CollectiveFault lead to different decisions. A damaged checkpoint is damaged for
             # everybody, so the coordinator takes an older one; a tier that does not answer is tried again.
             raise StateLost(str(error)) from error
         except TierError as error:
-            raise CollectiveFailed(str(error)) from error
+            raise CollectiveFault(str(error)) from error
         except StateError as error:
             # Its bytes were whole. Whoever changed the model is told so at the first attempt: the others would say the same.
             raise UsageError(

@@ -204,7 +204,7 @@ class Sharding:
         """Adds up, in place, what the workers have that compute different gradients.
 
         Raises:
-            CollectiveFailed: the generation broke.
+            CollectiveFault: the generation broke.
         """
         if self._data.size() > 1:
             dist.all_reduce(tensor, group=self._data.get_group())
@@ -282,7 +282,7 @@ class Pipelines:
 
         Raises:
             UsageError: the schedule cannot be taken up again after a fault.
-            CollectiveFailed: the step is to be left.
+            CollectiveFault: the step is to be left.
         """
         if schedule not in self._ready:
             _check(schedule)

@@ -45,7 +45,7 @@ LAST_SLOT_S = 240.0
 """After the last step nothing else waits: the snapshots before may reach their durable tiers first."""
 
 
-class Snapshots:
+class StateSnapshots:
     """Takes snapshots as the job wants them. Used by the main thread; owns the thread that copies."""
 
     def __init__(self, link: Link, faults: FaultPlan, device: torch.device = CPU) -> None:

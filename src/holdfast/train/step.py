@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from holdfast.data.seeds import micro_seed, seed_generators
-from holdfast.errors import GradientsDiffer, NonFiniteGradient, UsageError
+from holdfast.errors import GradientMismatch, NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
 from holdfast.train.exact import ExactSum
 from holdfast.train.replay import Replay, replay_of
-from holdfast.train.replica import Replica, Stage, Transaction
+from holdfast.train.replica import Replica, StepStage, Transaction
 from holdfast.train.step_report import CommittedStep
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Step:
     @property
     def committed(self) -> bool:
         """Whether it counts. After a swallowed fault that is decided on leaving the `with`."""
-        return self._transaction.stage is Stage.COMMITTED
+        return self._transaction.stage is StepStage.COMMITTED
 
     def __enter__(self) -> Step:
         self._began_s = time.perf_counter()
@@ -312,7 +312,7 @@ class Step:
         """
         if (
             not self._entered
-            or self._transaction.stage is not Stage.OPEN
+            or self._transaction.stage is not StepStage.OPEN
             or self._words
             or self._sent is not None
         ):
@@ -424,7 +424,7 @@ class Step:
         a wrong gradient that is seen is never committed.
 
         Raises:
-            GradientsDiffer: their bits are not the same.
+            GradientMismatch: their bits are not the same.
         """
         rank = self._replica.place.rank
         # The words of the weights come before, on the same connections.
@@ -444,7 +444,7 @@ class Step:
                 own = self._again
             digests |= self._compared(own)
         self._replica.disagree(self.index, replay.micro, digests)
-        raise GradientsDiffer(
+        raise GradientMismatch(
             f"the gradient of micro-batch {replay.micro} of step {self.index} differs bit by bit from the one that "
             "another worker computed"
         )

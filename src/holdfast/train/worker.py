@@ -32,7 +32,7 @@ from holdfast.train.level0_hook import CollectivesTeller, last_positions
 from holdfast.train.link import Link
 
 if TYPE_CHECKING:
-    from holdfast.train.peer_transfer import Endpoint
+    from holdfast.train.peer_transfer import PeerEndpoint
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +55,7 @@ class Attachment:
     """There is no job: a thread of this process plays agent and coordinator."""
     shard_index: int | None = None
     """The shard for which `main` runs again; None: it runs for the first time."""
-    _endpoint: Endpoint | None = None
+    _endpoint: PeerEndpoint | None = None
     _player: threading.Thread | None = None
 
     @property
@@ -67,13 +67,13 @@ class Attachment:
         env = self.link.start.env
         return int(env.get(m.SHARD_INDEX_VARIABLE) or env.get("RANK", "0"))
 
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> PeerEndpoint:
         """Where other workers reach this process, for as long as it lives."""
-        from holdfast.train.peer_transfer import Endpoint
+        from holdfast.train.peer_transfer import PeerEndpoint
 
         if self._endpoint is None:
             start = self.link.start
-            self._endpoint = Endpoint(start.host, self.link.token, start.worker)
+            self._endpoint = PeerEndpoint(start.host, self.link.token, start.worker)
         return self._endpoint
 
     def close(self) -> None:

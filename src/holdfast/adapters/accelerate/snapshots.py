@@ -8,7 +8,7 @@ import accelerate
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.adapters.versions import ACCELERATE
 from holdfast.errors import UsageError
 
@@ -77,7 +77,7 @@ class Snapshots:
         Raises:
             StateError: snapshots are there, but of another model, or none could be read.
         """
-        kept = Kept()
+        kept = DeferredState()
         found = self._saver.load({**self._objects(), "accelerator": kept}, own=own)
         if found is None:
             return None
@@ -116,7 +116,7 @@ class Snapshots:
             "places": [place.state() for place in self._places],
             "random": random_state(),
         }
-        return self._saver.save({**self._objects(), "accelerator": Kept(more)}, step)
+        return self._saver.save({**self._objects(), "accelerator": DeferredState(more)}, step)
 
     def _objects(self) -> dict[str, Any]:
         accelerator = self._accelerator

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.adapters.versions import DEEPSPEED
 from holdfast.errors import UsageError
 
@@ -77,7 +77,7 @@ class Snapshots:
             StateError: snapshots are there, but of another state, or none could be read.
             UsageError: the newest is of another number of ranks, among which DeepSpeed's partitions cannot be divided anew.
         """
-        files, generators, ranks = Kept(), Kept(), Kept()
+        files, generators, ranks = DeferredState(), DeferredState(), DeferredState()
         found = self._saver.load({"deepspeed": files, "random": generators, "ranks": ranks}, own=own)
         if found is None:
             return None
@@ -121,9 +121,9 @@ class Snapshots:
                 "holdfast", tag=TAG, client_state=dict(client_state or {}), save_latest=False
             )
         state = {
-            "deepspeed": Kept(_plain(memory.files)),
-            "random": Kept(random_state()),
-            "ranks": Kept(int(engine.world_size)),
+            "deepspeed": DeferredState(_plain(memory.files)),
+            "random": DeferredState(random_state()),
+            "ranks": DeferredState(int(engine.world_size)),
         }
         return self._saver.save(state, step)
 

@@ -28,7 +28,7 @@ CLOCKED = ("_runtime", "_per_second")
 """How the names of logged values end that were read from this process's clock: no two workers have the same."""
 
 
-class Progress:
+class TrainerProgress:
     """Protected under `trainer`.
 
     Attributes:

@@ -10,7 +10,7 @@ import transformers
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Snapshots(TrainerCallback):
         Raises:
             StateError: snapshots are there, but of another model, or none could be read.
         """
-        optimizer, scheduler, state, generators = (Kept() for _ in range(4))
+        optimizer, scheduler, state, generators = (DeferredState() for _ in range(4))
         found = self._saver.load(
             {
                 "model": self._trainer.model,
@@ -127,14 +127,14 @@ class Snapshots(TrainerCallback):
                 "model": trainer.model,
                 "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
                 "scheduler": trainer.lr_scheduler,
-                "trainer": Kept(fields),
-                "random": Kept(random_state()),
+                "trainer": DeferredState(fields),
+                "random": DeferredState(random_state()),
                 **self._scaler,
             },
             step,
         )
 
-    def _give(self, optimizer: Kept, scheduler: Kept) -> None:
+    def _give(self, optimizer: DeferredState, scheduler: DeferredState) -> None:
         self._trainer.optimizer.load_state_dict(optimizer.value)
         self._trainer.lr_scheduler.load_state_dict(scheduler.value)
 

@@ -21,7 +21,7 @@ from holdfast.adapters import world
 from holdfast.adapters.accelerate import backend
 from holdfast.adapters.buffers import Buffers, TrainersAdvice
 from holdfast.adapters.huggingface import arguments, sharded
-from holdfast.adapters.huggingface.progress import Progress
+from holdfast.adapters.huggingface.progress import TrainerProgress
 from holdfast.adapters.versions import PEFT, TRANSFORMERS, TRL
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import Damaged, UsageError
@@ -173,7 +173,7 @@ class HoldfastMixin:
         self.accelerator.backward = self._holdfast_backward
         self.current_gradient_accumulation_steps = 1  # the run divides by the weight of the global batch
         self._holdfast_steps_per_epoch = steps_per_epoch
-        self._holdfast_progress = Progress(self)
+        self._holdfast_progress = TrainerProgress(self)
         self._holdfast_progress.put_losses()
         # On a CPU there is none: Accelerate computes fp16 in single precision there.
         scaler = self._holdfast_scaler = self.accelerator.scaler

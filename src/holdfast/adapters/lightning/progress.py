@@ -123,7 +123,7 @@ def _updates(saved: Mapping[str, Any]) -> int:
     return int(saved["loops"][OPTIMIZER]["optimizer"]["step"]["total"]["completed"])
 
 
-class Kept:
+class CallbackState:
     """Protected under `callbacks`: what callbacks, the module and the datamodule export for checkpoints.
 
     Attributes:
@@ -233,7 +233,7 @@ def _restored(value: Any, live: Mapping[str, torch.Tensor]) -> Any:
     return value
 
 
-class Settings:
+class OptimizerSettings:
     """What the optimizer is set to, such as its learning rate.
 
     Hooks, and schedulers that go by a metric, set it after a commit. That is no part of the commit's state, and takes effect in

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holdfast.adapters.lightning.samples import Plan, validations
+from holdfast.adapters.lightning.samples import EpochPlan, validations
 from holdfast.errors import UsageError
 
 OURS = {
@@ -89,7 +89,7 @@ def refuse(trainer: Any, module: Any) -> None:
     _raise([*_checks(trainer, module), *_callbacks(trainer), *overridden])
 
 
-def refuse_validation(trainer: Any, plan: Plan, until: int) -> None:
+def refuse_validation(trainer: Any, plan: EpochPlan, until: int) -> None:
     """Refuses validations between two batches of one update: a step is a transaction, and would be under way meanwhile.
 
     Raises:

@@ -33,7 +33,7 @@ SHARES = 1 << 20
 """The weights of the batches of an update are multiples of its inverse. So their sum is exactly 1."""
 
 
-class Slot(NamedTuple):
+class LoopPosition(NamedTuple):
     """Where a micro-batch of a step is in Lightning's loops."""
 
     epoch: int
@@ -64,7 +64,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class EpochPlan:
     """How many batches and updates Lightning's epochs have on each worker of a full job."""
 
     samples: int
@@ -107,13 +107,13 @@ class Plan:
         more, within = divmod(step - starts[at], -(-self.batches // batches))
         return first + more, within
 
-    def slot(self, step: int, micro: int) -> Slot:
+    def slot(self, step: int, micro: int) -> LoopPosition:
         """Of a step's micro-batch."""
         epoch, within = self.epoch_of(step)
         accumulate = self.accumulated(epoch)
         rank, number = divmod(micro, self.most)
         first = within * accumulate
-        return Slot(
+        return LoopPosition(
             epoch=epoch,
             batch=first + number,
             number=number,
@@ -122,7 +122,7 @@ class Plan:
             rank=rank,
         )
 
-    def places(self, slot: Slot) -> Ids:
+    def places(self, slot: LoopPosition) -> Ids:
         """The micro-batch's places in its epoch's order; fewer than `micro_batch` in the last batch.
 
         An update has the samples that it has under DDP, where a sampler deals them and begins again where they do not come out
@@ -140,7 +140,7 @@ class Plan:
 class Dealt:
     """A script's dataset, in the order in which its loader yields samples, epoch after epoch."""
 
-    def __init__(self, loader: Any, plan: Plan) -> None:
+    def __init__(self, loader: Any, plan: EpochPlan) -> None:
         """loader: the script's DataLoader, before anything was drawn from its sampler."""
         self.dataset = dataset = loader.dataset
         self.plan = plan
@@ -164,9 +164,9 @@ class Dealt:
         # Processes that decode get numbers, and need no order: a sampler may hold a generator, which cannot be pickled.
         return {**self.__dict__, "_loader": None}
 
-    def order(self, seed: int) -> Order:
+    def order(self, seed: int) -> LightningOrder:
         """Which sample stands at which position of the job."""
-        return Order(self.plan, self._epochs(seed))
+        return LightningOrder(self.plan, self._epochs(seed))
 
     def identity(self) -> dict[str, Any]:
         """Of the dataset, if it has one, and of the order of the first epoch: workers that would draw other samples are told
@@ -196,7 +196,7 @@ class Dealt:
 class Drawn:
     """The samples of each epoch, as a sampler yields them that may keep a generator, or count its epochs."""
 
-    def __init__(self, sampler: Any, loader: Any, plan: Plan, seed: int) -> None:
+    def __init__(self, sampler: Any, loader: Any, plan: EpochPlan, seed: int) -> None:
         # Not the dataset, which a sampler may refer to.
         self._shared = {id(loader.dataset): loader.dataset}
         self._first, self._plan, self._seed = self._copied(sampler), plan, seed
@@ -257,10 +257,10 @@ def _put_back(states: tuple[Any, Any, torch.Tensor]) -> None:
     torch.set_rng_state(states[2])
 
 
-class Order:
+class LightningOrder:
     """Which sample stands at which position of the job; vacant ones included."""
 
-    def __init__(self, plan: Plan, epochs: Callable[[int, Ids], Ids]) -> None:
+    def __init__(self, plan: EpochPlan, epochs: Callable[[int, Ids], Ids]) -> None:
         self._plan, self._epochs = plan, epochs
 
     def at_many(self, positions: Any) -> Ids:
@@ -295,14 +295,14 @@ class Collate:
 
 
 def accumulation(trainer: Any) -> tuple[tuple[int, int], ...]:
-    """`Plan.accumulate`, of `accumulate_grad_batches` or of a `GradientAccumulationScheduler`."""
+    """`EpochPlan.accumulate`, of `accumulate_grad_batches` or of a `GradientAccumulationScheduler`."""
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             return tuple((epoch, callback.scheduling[epoch]) for epoch in callback.epochs)
     return ((0, trainer.accumulate_grad_batches),)
 
 
-def validations(trainer: Any, plan: Plan, until: int) -> Iterator[tuple[int, int]]:
+def validations(trainer: Any, plan: EpochPlan, until: int) -> Iterator[tuple[int, int]]:
     """Epoch and number of each batch after which Lightning validates by `val_check_interval`, in so many updates."""
     every, check = trainer.val_check_batch, trainer.check_val_every_n_epoch
     for epoch in count():

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.checkpoint.stateful import Stateful
 
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.adapters.versions import LIGHTNING
 from holdfast.errors import UsageError
 
@@ -102,7 +102,7 @@ class Snapshots(Callback):
             return  # a test after the training, of the checkpoint that the user names
         connector = self._trainer._checkpoint_connector
         theirs = connector._loaded_checkpoint
-        kept, place = Kept(), Kept()
+        kept, place = DeferredState(), DeferredState()
         found = self._saver.load(
             {"lightning": kept, "place": place}, own=theirs["global_step"] if theirs else None
         )
@@ -180,7 +180,7 @@ class Snapshots(Callback):
             "now": random_state(),
             "ranks": trainer.world_size,
         }
-        return {"lightning": Kept(state), "place": Kept(place)}
+        return {"lightning": DeferredState(state), "place": DeferredState(place)}
 
     def _find(self, fetcher: Any, place: dict[str, Any]) -> None:
         """Reads the epoch's samples up to where the snapshot was taken."""

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.optim import Optimizer
 
-    from holdfast.adapters.lightning.progress import LoopProgress, Settings
-    from holdfast.adapters.lightning.samples import Plan, Slot
+    from holdfast.adapters.lightning.progress import LoopProgress, OptimizerSettings
+    from holdfast.adapters.lightning.samples import EpochPlan, LoopPosition
     from holdfast.train.step import Scaler, Step
 
 Compute = Callable[[Any, int], None]
 """Forward and backward pass of a micro-batch, with the number of its batch in the epoch."""
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """Where steps come from: the strategy."""
 
     progress: LoopProgress
-    settings: Settings
+    settings: OptimizerSettings
     scaler: Scaler | None
-    plan: Plan
+    plan: EpochPlan
     window: Window
     weigh: Callable[[Any], float] | None
     """What a micro-batch counts; None: batches count alike, as Lightning has it."""
@@ -81,10 +81,10 @@ class Window:
         slot: of the micro-batch that was taken last.
     """
 
-    def __init__(self, source: Source, compute_again: Compute) -> None:
+    def __init__(self, source: StepSource, compute_again: Compute) -> None:
         self._source, self._compute_again = source, compute_again
         self.step: Step | None = None
-        self.slot: Slot | None = None
+        self.slot: LoopPosition | None = None
         self._number = -1
         self._batches: Iterator[Any] = iter(())
         self._numbers: list[int] = []
@@ -217,7 +217,7 @@ class StepLoader:
         dataset, sampler, batch_size: the loader's own.
     """
 
-    def __init__(self, source: Source, loader: Any) -> None:
+    def __init__(self, source: StepSource, loader: Any) -> None:
         self.dataset, self.sampler, self.batch_size = loader.dataset, loader.sampler, int(loader.batch_size)
         self._source = source
         self._batches = source.batches_of_an_epoch(loader)
@@ -233,7 +233,7 @@ class StepLoader:
 class EpochLoop(_TrainingEpochLoop):
     """Schedulers are stepped in the commit, and not when the loop comes to them."""
 
-    def __init__(self, trainer: Trainer, source: Source, min_steps: int | None, max_steps: int) -> None:
+    def __init__(self, trainer: Trainer, source: StepSource, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self._source = source
         self._known_results = 0
@@ -324,7 +324,7 @@ class EpochLoop(_TrainingEpochLoop):
 class Optimization(_AutomaticOptimization):
     """A batch of the loop: its micro-batches, after the last batch of an update that, and the same again when a fault struck."""
 
-    def __init__(self, trainer: Trainer, source: Source) -> None:
+    def __init__(self, trainer: Trainer, source: StepSource) -> None:
         super().__init__(trainer)
         self._source = source
         self._output: Any = None

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from holdfast.adapters import world
 from holdfast.adapters.buffers import Buffers, TrainersAdvice
-from holdfast.adapters.lightning.progress import Kept, LoopProgress, Settings
+from holdfast.adapters.lightning.progress import CallbackState, LoopProgress, OptimizerSettings
 from holdfast.adapters.lightning.refusals import refuse, refuse_data, refuse_validation
-from holdfast.adapters.lightning.samples import Collate, Dealt, Plan, accumulation
+from holdfast.adapters.lightning.samples import Collate, Dealt, EpochPlan, accumulation
 from holdfast.adapters.lightning.steps import EpochLoop, Optimization, StepLoader, Window
 from holdfast.adapters.versions import LIGHTNING
 from holdfast.data.collate import Maker, on_device
@@ -96,7 +96,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._steps: Iterator[Step] | None = None
         self._coming: Step | None = None
         self._optimization: Optimization | None = None
-        self._kept: Kept | None = None
+        self._kept: CallbackState | None = None
         self._said_rank = -1
         self.scaler: Scaler | None = None
         self.weigh: Callable[[Any], float] | None = None
@@ -187,7 +187,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         refuse(trainer, module)
         assert self._optimization is not None
         run = self._run = world.run_for_training()
-        self.plan = Plan(
+        self.plan = EpochPlan(
             samples=len(loader.sampler),
             micro_batch=int(loader.batch_size),
             workers=run.full_world_size,
@@ -198,7 +198,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         until = self._until(trainer)
         refuse_validation(trainer, self.plan, until)
         self.weigh = getattr(module, "holdfast_weight", None)
-        self.progress, self._kept = LoopProgress(trainer), Kept(trainer, run.alone)
+        self.progress, self._kept = LoopProgress(trainer), CallbackState(trainer, run.alone)
         self._kept.files = known_files(trainer)
         schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if not c.reduce_on_plateau]
         self.scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -220,7 +220,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         run.on_commit(self._committed)
         self._dealt = Dealt(loader, self.plan)
         self._collate = Collate(loader.collate_fn)
-        self.settings = Settings(trainer.optimizers[0])
+        self.settings = OptimizerSettings(trainer.optimizers[0])
         self._steps = run.steps(
             shuffled(self._dealt, workers=loader.num_workers, collate=self._collate),
             global_batch=self.plan.global_batch,
@@ -237,8 +237,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.progress.resume()
         share_files(trainer, self._kept.knows)
         self._say_rank(run.rank)
-        if not any(isinstance(callback, End) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, End())
+        if not any(isinstance(callback, EndReporter) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, EndReporter())
         # The hooks that begin a training, and the sanity check of the validation, may take long.
         self._before_steps.enter_context(run.relaxed_watchdog())
         if self.progress.outstanding:
@@ -346,7 +346,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.settings.resume()
 
 
-class End(Callback):
+class EndReporter(Callback):
     """Tells the job that the training has ended before other callbacks hear it: some of them put other weights into the
     module then."""
 

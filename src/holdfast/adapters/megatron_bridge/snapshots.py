@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.tensor_aware_state_dict import HAVE_NVRX, MCoreTensorAwareStateDict
 from megatron.core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id
 
-from holdfast.adapters.snapshots import Kept, Saver
+from holdfast.adapters.snapshots import DeferredState, Saver
 from holdfast.adapters.versions import MEGATRON_BRIDGE
 from holdfast.errors import StateError, UsageError
 
@@ -88,12 +88,12 @@ def save_snapshots(config: Any, every: int, to: str | None = None) -> None:
     own: Callable[[Any], dict[str, Any]] = setup.init_checkpointing_context
 
     def context(given: Any) -> dict[str, Any]:
-        return {MANAGER: Snapshots(saver)} if given is checkpoint else own(given)
+        return {MANAGER: MegatronSnapshots(saver)} if given is checkpoint else own(given)
 
     setup.init_checkpointing_context = context
 
 
-class Snapshots:
+class MegatronSnapshots:
     """In the place of NVRx's `LocalCheckpointManager`, which has the same methods. Each is called on every rank."""
 
     local_ckpt_dir = "holdfast"
@@ -124,7 +124,7 @@ class Snapshots:
             else:
                 objects[_name(_sharded_object_id(part))] = _plain(part.data)
         kept = {"common": _plain(state.common), "tensors": tensors, "objects": objects}
-        self._saver.save({"megatron": Kept(kept), "ranks": Kept(_ranks())}, iteration)
+        self._saver.save({"megatron": DeferredState(kept), "ranks": DeferredState(_ranks())}, iteration)
         return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[]) if is_async else None
 
     def find_latest(self) -> int:
@@ -135,7 +135,7 @@ class Snapshots:
             UsageError: the newest is of another number of ranks.
         """
         if self._found is None:
-            kept, ranks = Kept(), Kept()
+            kept, ranks = DeferredState(), DeferredState()
             found = self._saver.load({"megatron": kept, "ranks": ranks})
             if found is None:
                 return -1

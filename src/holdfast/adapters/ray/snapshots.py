@@ -9,7 +9,7 @@ from typing import Any
 import ray
 import ray.train
 
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.adapters.versions import RAY
 from holdfast.errors import UsageError
 
@@ -52,7 +52,7 @@ class Snapshots:
         Raises:
             StateError: snapshots are there, but of another model, or none could be read.
         """
-        generators = Kept()
+        generators = DeferredState()
         found = self._saver.load({**self._state, "random": generators})
         if found is not None:
             set_random_state(generators.value)
@@ -71,7 +71,7 @@ class Snapshots:
         """
         if not self._saver.due(step):
             return False
-        return self._saver.save({**self._state, "random": Kept(random_state())}, step)
+        return self._saver.save({**self._state, "random": DeferredState(random_state())}, step)
 
 
 def _in_the_runs_storage() -> str:

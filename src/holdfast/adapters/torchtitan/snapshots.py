@@ -10,7 +10,7 @@ import torch
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import logger
 
-from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.snapshots import DeferredState, Saver, random_state, set_random_state
 from holdfast.adapters.versions import TORCHTITAN
 from holdfast.errors import UsageError
 
@@ -54,7 +54,7 @@ class Snapshots(CheckpointManager):  # type: ignore[misc] # it has no types here
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         # The last step is torchtitan's own: what it writes then is the result of the training.
         if not self.load_only and not last_step and self._saver.due(curr_step):
-            self._saver.save({**self._holdfast_states(), "random": Kept(random_state())}, curr_step)
+            self._saver.save({**self._holdfast_states(), "random": DeferredState(random_state())}, curr_step)
         saved: bool = super()._save(curr_step, last_step)
         return saved
 
@@ -62,7 +62,7 @@ class Snapshots(CheckpointManager):  # type: ignore[misc] # it has no types here
     def _load(self, step: int = -1) -> bool:
         # A step that a person names is one of torchtitan's checkpoints: a snapshot must not take its place.
         if step == -1:
-            own, generators = self._find_load_step(), Kept()
+            own, generators = self._find_load_step(), DeferredState()
             found = self._saver.load(
                 {**self._holdfast_states(), "random": generators}, own=None if own < 0 else own
             )

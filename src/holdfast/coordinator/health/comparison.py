@@ -16,7 +16,7 @@ from holdfast.coordinator.kernel.state import Slow, Worker
 from holdfast.health import checksums, reductions
 from holdfast.health.losses import Losses, WorkerLosses
 from holdfast.health.reductions import Reductions
-from holdfast.health.stragglers import Change, Stragglers
+from holdfast.health.stragglers import StragglerChange, Stragglers
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
@@ -106,7 +106,7 @@ def same_state(context: Context, committed: int, spent: dict[str, Spent]) -> Non
 
 
 def _differs(
-    context: Context, committed: int, worker: Worker, sums: dict[str, int], found: checksums.Apart
+    context: Context, committed: int, worker: Worker, sums: dict[str, int], found: checksums.DifferingReplicas
 ) -> None:
     others = ", ".join(name for name in sums if name != worker.name)
     if not found.proven:
@@ -302,7 +302,7 @@ def _look(context: Context, first: int, spent_by_worker: dict[str, Spent]) -> No
     reduction = context.transient(Peers).reductions.look(phased)
     if reduction is not None:
         _reduction(context, reduction)
-    changes: list[Change] = []
+    changes: list[StragglerChange] = []
     for micros, group in by_load.items():
         test = context.transient(Peers).tests.setdefault(micros, Stragglers())
         changes += test.look(first, {name: spent.own_s for name, spent in group.items()})
@@ -368,7 +368,7 @@ def _price_s(context: Context) -> float:
     return max([context.state.membership.join_cost_s, *took]) or REPLACEMENT_S
 
 
-def _found(context: Context, change: Change, group: dict[str, Spent]) -> None:
+def _found(context: Context, change: StragglerChange, group: dict[str, Spent]) -> None:
     s = context.state
     worker = s.membership.workers[change.worker]
     own = group[change.worker]
@@ -390,14 +390,14 @@ def _found(context: Context, change: Change, group: dict[str, Spent]) -> None:
     _say(context, slow, Severity.WARNING, Remedy.WATCH)
 
 
-def _over(context: Context, change: Change) -> None:
+def _over(context: Context, change: StragglerChange) -> None:
     for slow in context.state.health.slow:
         if slow.worker == change.worker and slow.until_step is None:
             slow.until_step = change.since
             _say(context, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
 
 
-def _reduction(context: Context, change: reductions.Change) -> None:
+def _reduction(context: Context, change: reductions.ReductionChange) -> None:
     """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
     members = context.members()
     # Without a rank that stands out it is nobody's node: the network as a whole, or another job on it.

@@ -12,9 +12,9 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.service.checking import CheckRuns
 from holdfast.coordinator.service.decision_loop import DecisionLoop
-from holdfast.coordinator.service.history_store import Memory
+from holdfast.coordinator.service.history_store import JobHistory
 from holdfast.coordinator.service.metrics import Readings
-from holdfast.coordinator.service.queues import FAREWELL_S, AgentLines, Line, drain
+from holdfast.coordinator.service.queues import FAREWELL_S, AgentLines, AgentQueue, drain
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
@@ -35,7 +35,7 @@ class AgentConnections:
         loop: DecisionLoop,
         lines: AgentLines,
         checks: CheckRuns,
-        memory: Memory,
+        memory: JobHistory,
         watchers: Watchers,
         gone: asyncio.Event,
         term: int,
@@ -70,7 +70,7 @@ class AgentConnections:
             self._superseded()
             await socket.close(code=WSCloseCode.POLICY_VIOLATION)
             return socket
-        line = Line(hello.node, hello.session, request.transport)
+        line = AgentQueue(hello.node, hello.session, request.transport)
         ended = False
         sender = asyncio.create_task(drain(line, socket, code=lambda: self.closes_with))
         try:
@@ -139,7 +139,7 @@ class AgentConnections:
             return None
         return message if isinstance(message, m.Hello) else None
 
-    async def _on_hello(self, line: Line, hello: m.Hello) -> None:
+    async def _on_hello(self, line: AgentQueue, hello: m.Hello) -> None:
         """A node that is not known joins with its history."""
         # One connection, one node: orders are routed by it.
         if hello.node != line.node:
@@ -160,7 +160,7 @@ class AgentConnections:
             if self._imported.modules:
                 line.put_nowait(encode(self._to_preload()))
 
-    def _speak_for_node(self, line: Line, hello: m.Hello) -> None:
+    def _speak_for_node(self, line: AgentQueue, hello: m.Hello) -> None:
         """From now on this connection, and no other, speaks for its node. Nothing counts that the one before still says,
         nor its end.
 
@@ -185,7 +185,7 @@ class AgentConnections:
         if before.transport is not None:
             asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
 
-    async def _on_frame(self, line: Line, data: bytes) -> None:
+    async def _on_frame(self, line: AgentQueue, data: bytes) -> None:
         node, message = line.node, _codec.decode(data)
         if isinstance(message, m.Hello):
             await self._on_hello(line, message)

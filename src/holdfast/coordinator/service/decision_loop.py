@@ -24,10 +24,10 @@ from holdfast.coordinator.kernel.index import validate
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import workers
-from holdfast.coordinator.service.history_store import Memory
+from holdfast.coordinator.service.history_store import JobHistory
 from holdfast.coordinator.service.injector import Injector, Strike
 from holdfast.coordinator.service.ledger import Ledger, LedgerCopies
-from holdfast.coordinator.service.queues import AgentLines, Inbox, Line, Waiting
+from holdfast.coordinator.service.queues import AgentLines, AgentQueue, Inbox, QueuedEvent
 from holdfast.coordinator.service.store import SNAPSHOT, SPOKEN, LedgerEntry, Page, ReportedSteps
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
@@ -215,12 +215,12 @@ def boot_id() -> str:
 LAST_S = 10.0
 """How long a job that ends waits for a ledger that cannot be written. What it trained is in its checkpoints."""
 HANDED_OVER = "handed-over"
-"""Under which name a coordinator that hands over says so: see `HandedOver`."""
+"""Under which name a coordinator that hands over says so: see `HandoverPoint`."""
 VALIDATE_VARIABLE = "HOLDFAST_VALIDATE"
 """With 1 the state is checked after every batch of events; what is wrong goes to the coordinator's log."""
 
 
-class HandedOver(msgspec.Struct, frozen=True):
+class HandoverPoint(msgspec.Struct, frozen=True):
     """The last word of a coordinator that was asked to hand over.
 
     It holds for the ledger as it was then: each successor adds an entry, so nobody has to take this word back.
@@ -242,7 +242,7 @@ class DecisionLoop:
         clock: CoreClock,
         injector: Injector,
         ledger_file: Ledger,
-        memory: Memory,
+        memory: JobHistory,
         lines: AgentLines,
         watchers: Watchers,
         copies: LedgerCopies,
@@ -276,11 +276,11 @@ class DecisionLoop:
 
     # ------------------------------------------------------------ from events to decisions
 
-    def handle(self, event: ev.Event, line: Line | None = None) -> None:
+    def handle(self, event: ev.Event, line: AgentQueue | None = None) -> None:
         """Takes an event in, for the core to hear of soon. line: of the agent that it came by."""
         self._take_in(event, line)
 
-    def _take_in(self, event: ev.Event, line: Line | None = None) -> Waiting | None:
+    def _take_in(self, event: ev.Event, line: AgentQueue | None = None) -> QueuedEvent | None:
         # Noticed as the event comes in, not when it is decided. The loop may be waiting for a ledger that
         # cannot be written, and this is what limits that wait.
         if _ending(event) and self._ends_at is None:
@@ -304,7 +304,7 @@ class DecisionLoop:
         """Writes the state as it is, for the process that this one hands over to; whether it is in the file."""
         self.has_left = True
         page = Page(kept=self._state_kept())
-        page.kept[HANDED_OVER] = msgspec.msgpack.encode(HandedOver(self.seq, self.clock()))
+        page.kept[HANDED_OVER] = msgspec.msgpack.encode(HandoverPoint(self.seq, self.clock()))
         writing = self._ledger.write(page)
         await asyncio.wait([writing], timeout=LAST_S)
         return writing.done() and writing.exception() is None
@@ -366,7 +366,7 @@ class DecisionLoop:
         starved = self._starving.look(heard, self.clock())
         return [*excuses, *(ev.Starved(node, waited_s) for node, waited_s in starved.items())]
 
-    def _meet(self, waiting: Waiting) -> None:
+    def _meet(self, waiting: QueuedEvent) -> None:
         """From here on orders to a node go to the agent that the core hears of now. A decision about the agent before it must
         not reach it: it would start workers that nobody knows of."""
         # From the batch in which the core hears the hello. A moment earlier, an order from the batch before

@@ -41,7 +41,7 @@ GIVE_S = 60.0
 """How long an agent may take for one part of its copy."""
 
 
-class Superseded(HoldfastError):
+class CoordinatorSuperseded(HoldfastError):
     """An agent has spoken with a coordinator of a later term."""
 
 
@@ -133,7 +133,7 @@ class Gathering:
         loop = asyncio.get_running_loop()
         while True:
             if self._superseded:
-                raise Superseded("an agent has seen a later term")
+                raise CoordinatorSuperseded("an agent has seen a later term")
             self._news.clear()
             if not self._choice.is_due(loop.time()):
                 with suppress(TimeoutError):

@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.events import Remember
 from holdfast.coordinator.kernel.history import KEPT_RECORDS, Kind, Remembered
-from holdfast.coordinator.service.store import Connection
+from holdfast.coordinator.service.store import SqliteConnection
 from holdfast.errors import HoldfastError, UsageError
 
 FILE_NAME = "health.sqlite"
@@ -48,7 +48,7 @@ class HistoryError(HoldfastError):
     """The history cannot be read or written. The message says where it is, and what is wrong."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One record. Fields that are not described are as in `history.Remembered`."""
 
     utc_s: float
@@ -77,7 +77,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class History:
+class HistoryStore:
     """All machines' records. Used by one thread. Every method raises HistoryError."""
 
     def __init__(self, where: str, must_exist: bool = False) -> None:
@@ -94,14 +94,16 @@ class History:
                 return
             try:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
-                self._db = sqlite3.connect(where, isolation_level=None, timeout=CONNECT_S, factory=Connection)
+                self._db = sqlite3.connect(
+                    where, isolation_level=None, timeout=CONNECT_S, factory=SqliteConnection
+                )
             except self._errors as error:
                 raise HistoryError(f"the history of machines {where} cannot be opened: {error}") from error
         serial = "bigserial primary key" if postgres else "integer primary key autoincrement"
         for statement in _SCHEMA.format(serial=serial).strip().split(";\n"):
             self._run(statement)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: HistoryRecord) -> None:
         """Keeps a record."""
         marks = ", ".join([self._mark] * 9)
         # As parameters and never as a part of the statement: records quote kernel logs and scripts, which
@@ -109,7 +111,7 @@ class History:
         values = tuple(str(v) if isinstance(v, Kind) else v for v in msgspec.structs.astuple(entry))
         self._run(f"insert into {TABLE} ({_COLUMNS}) values ({marks})", values)
 
-    def past(self, machine: str, devices: Sequence[str] = ()) -> tuple[Entry, ...]:
+    def past(self, machine: str, devices: Sequence[str] = ()) -> tuple[HistoryRecord, ...]:
         """The newest records of a machine, and of its devices wherever they were then, oldest first."""
         where = f"machine = {self._mark}"
         if devices:
@@ -120,7 +122,7 @@ class History:
         query = f"select {_COLUMNS} from {TABLE} where {where} order by id desc limit {KEPT_RECORDS}"
         return tuple(reversed(self._entries(query, (machine, *devices))))
 
-    def all(self) -> list[Entry]:
+    def all(self) -> list[HistoryRecord]:
         """Everything, oldest first."""
         return self._entries(f"select {_COLUMNS} from {TABLE} order by id", ())
 
@@ -129,7 +131,7 @@ class History:
         if self._db is not None:
             self._db.close()
 
-    def _entries(self, query: str, values: tuple[Any, ...]) -> list[Entry]:
+    def _entries(self, query: str, values: tuple[Any, ...]) -> list[HistoryRecord]:
         try:
             return [_entry(*row) for row in self._run(query, values)]
         except ValueError as error:
@@ -158,8 +160,8 @@ class History:
 
 def _entry(
     utc_s: float, machine: str, node: str, job: str, kind: str, rule: str, device: str, text: str, remedy: str
-) -> Entry:
-    return Entry(
+) -> HistoryRecord:
+    return HistoryRecord(
         utc_s=utc_s,
         machine=machine,
         node=node,
@@ -217,7 +219,7 @@ def the_one(meant: Sequence[str], name: str) -> str:
     raise UsageError(f"{name!r} is ambiguous: choose one of {', '.join(meant[:5])}")
 
 
-def find_machine(entries: Sequence[Entry], name: str) -> str:
+def find_machine(entries: Sequence[HistoryRecord], name: str) -> str:
     """The machine that a person means. Raises UsageError: none or several are meant."""
     return the_one(machines_meant(((e.machine, e.node) for e in entries), name), name)
 
@@ -237,13 +239,13 @@ PAUSE_S = 60.0
 # A database that is slow or away costs a joining node two seconds once, and is then left alone for a minute.
 
 
-class Memory:
+class JobHistory:
     """One job's way to the histories. `trouble` is told, once, why they cannot be had."""
 
     def __init__(self, where: str, job: str, trouble: Callable[[str], None]) -> None:
         self._where, self._job, self._trouble = where, job, trouble
         self._thread = ThreadPoolExecutor(1, "history")
-        self._history: History | None = None
+        self._history: HistoryStore | None = None
         self._paused_until_s = 0.0
         self._reported = False
 
@@ -263,7 +265,7 @@ class Memory:
 
     def remember(self, record: Remember) -> None:
         """Keeps a record."""
-        entry = Entry(
+        entry = HistoryRecord(
             utc_s=now_s(),
             machine=record.machine,
             node=record.node,
@@ -300,7 +302,7 @@ class Memory:
 
     def _read(self, machine: str, devices: Sequence[str]) -> tuple[Remembered, ...]:
         if self._history is None:
-            history = History(self._where, must_exist=True)
+            history = HistoryStore(self._where, must_exist=True)
             # Opened for each reading and not kept: the file appears when some job writes the first record,
             # and an open handle to nothing would never see it.
             if "://" not in self._where:
@@ -311,9 +313,9 @@ class Memory:
             self._history = history
         return tuple(e.remembered(now_s()) for e in self._history.past(machine, devices))
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: HistoryRecord) -> None:
         if self._history is None:
-            self._history = History(self._where)
+            self._history = HistoryStore(self._where)
         self._history.add(entry)
 
     def _close(self) -> None:

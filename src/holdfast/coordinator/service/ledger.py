@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel.state import Node
-from holdfast.coordinator.service.queues import AgentLines, Line
+from holdfast.coordinator.service.queues import AgentLines, AgentQueue
 from holdfast.coordinator.service.store import PAGES, Page, Store
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.errors import HoldfastError
@@ -321,7 +321,7 @@ _encoder = msgspec.msgpack.Encoder()
 class _Keeper:
     """An agent that keeps a copy."""
 
-    line: Line
+    line: AgentQueue
     waiting: list[m.KeepLedger] = field(default_factory=list)
     """Pages that come after its base, while that is being read."""
     has_base: bool = False

@@ -27,7 +27,7 @@ AGED_S = 0.01
 
 
 @dataclass(slots=True)
-class Waiting:
+class QueuedEvent:
     """One event that waits for the core."""
 
     event: ev.Event
@@ -56,12 +56,12 @@ class Inbox:
     """What was put and not taken yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiting] = []
+        self._waiting: list[QueuedEvent] = []
         self._heard: set[str] = set()
-        self._progress: dict[str, Waiting] = {}
+        self._progress: dict[str, QueuedEvent] = {}
         self._news = asyncio.Event()
 
-    def put(self, event: ev.Event, line: Any = None) -> Waiting | None:
+    def put(self, event: ev.Event, line: Any = None) -> QueuedEvent | None:
         """One more; None when it is part of one that waits already."""
         if isinstance(event, ev.NodeSays):
             # While a write hangs for a minute, every node sends hundreds of these. One is as good a sign of
@@ -76,7 +76,7 @@ class Inbox:
             # move that event to another session.
             self._heard.clear()
             self._progress.clear()
-        waiting = Waiting(event, time.monotonic(), line)
+        waiting = QueuedEvent(event, time.monotonic(), line)
         self._waiting.append(waiting)
         if (
             isinstance(event, ev.NodeSays)
@@ -91,7 +91,7 @@ class Inbox:
         """Has `take` return, also with nothing."""
         self._news.set()
 
-    async def take(self) -> list[Waiting]:
+    async def take(self) -> list[QueuedEvent]:
         """All that waits, as soon as something does."""
         await self._news.wait()
         self._news.clear()
@@ -151,7 +151,7 @@ async def drain(
         return
 
 
-class Line(asyncio.Queue[bytes | None]):
+class AgentQueue(asyncio.Queue[bytes | None]):
     """A connection of an agent: what it is sent, in order; None: the end.
 
     Attributes:
@@ -170,7 +170,7 @@ class AgentLines:
     """The line that speaks for each node, and what is sent on it."""
 
     def __init__(self) -> None:
-        self.by_node: dict[str, Line] = {}
+        self.by_node: dict[str, AgentQueue] = {}
         self.with_copy: set[str] = set()
         """Connected nodes that have a copy of the ledger which may be old: none of its pages were sent to them for a while."""
         self._formed: tuple[m.Generation, msgspec.Raw] | None = None

@@ -20,7 +20,7 @@ from holdfast.coordinator.service.metrics import Readings, Scrape
 from holdfast.coordinator.service.queues import FAREWELL_S
 from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
 from holdfast.coordinator.service.tally import Tally
-from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
+from holdfast.coordinator.service.watchers import JobWatcher, Watchers, announcement
 from holdfast.errors import Damaged, UsageError
 from holdfast.protocol.engine_orders import Availability, EngineOrders, NodeGoing, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
@@ -100,7 +100,7 @@ class Routes:
         the job's folder is not, and says `LEDGER_KEPT` when it has it. NAME: one of its own, the same in each connection."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        watcher = Watcher(int(request.match_info.get("after") or request.query.get("after", "0")))
+        watcher = JobWatcher(int(request.match_info.get("after") or request.query.get("after", "0")))
         # Registered before the past is read. In the other order an event that is announced in between would
         # be neither in the past nor announced.
         self._watchers.all.add(watcher)
@@ -138,7 +138,7 @@ class Routes:
         if not self._loop.has_left and not self._loop.over.is_set():
             self._ledger.write(Page(kept={KEEPERS: msgspec.msgpack.encode(self._watchers.keepers)}))
 
-    async def _send(self, watcher: Watcher, socket: web.WebSocketResponse, keeps: bool) -> None:
+    async def _send(self, watcher: JobWatcher, socket: web.WebSocketResponse, keeps: bool) -> None:
         try:
             code = await watcher.send(socket, self._ledger.read, self._watchers.feed)
             # After the last announcement nobody can ask any more: the port is about to be closed. The watcher closes the

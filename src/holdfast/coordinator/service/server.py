@@ -35,9 +35,9 @@ from holdfast.coordinator.service.decision_loop import (
     Anchor,
     CoreClock,
     DecisionLoop,
-    HandedOver,
+    HandoverPoint,
 )
-from holdfast.coordinator.service.history_store import FILE_NAME, Memory
+from holdfast.coordinator.service.history_store import FILE_NAME, JobHistory
 from holdfast.coordinator.service.injector import Injector, Planned
 from holdfast.coordinator.service.job_view import build_report, shown_blame
 from holdfast.coordinator.service.ledger import Ledger, LedgerCopies, SideThread, Unreadable
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 _anchors = msgspec.msgpack.Decoder(Anchor)
 _names = msgspec.msgpack.Decoder(list[str])
 _plans = msgspec.msgpack.Decoder(dict[str, Planned])
-_hand_overs = msgspec.msgpack.Decoder(HandedOver)
+_hand_overs = msgspec.msgpack.Decoder(HandoverPoint)
 
 LINGER_S = 15.0
 """For whoever looked on and has to find this coordinator anew: by the API server, through its proxy."""
@@ -112,7 +112,7 @@ class Coordinator:
         self._resumed = saved is not None
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
-        self._memory = Memory(where, spec.name, self._no_history)
+        self._memory = JobHistory(where, spec.name, self._no_history)
         self._folder = SideThread("folder")
         self._gone = asyncio.Event()
         self._loop = DecisionLoop(

@@ -95,7 +95,7 @@ class _Cursor(sqlite3.Cursor):
         return _as_damage(super().__next__)
 
 
-class Connection(sqlite3.Connection):
+class SqliteConnection(sqlite3.Connection):
     """One whose errors are sqlite3.Error, whatever is in the file."""
 
     def execute(self, *args: Any) -> Any:
@@ -216,7 +216,7 @@ class Store:
         uri = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
         # Several threads may use it, one after the other.
         self._db = sqlite3.connect(
-            uri, uri=True, isolation_level=None, check_same_thread=False, factory=Connection
+            uri, uri=True, isolation_level=None, check_same_thread=False, factory=SqliteConnection
         )
         self._dropped = rollups.Dropped()
         if read_only:
@@ -240,7 +240,7 @@ class Store:
     def of(cls, data: bytes) -> Store:
         """What `copy` gave, for reading."""
         store = cls.__new__(cls)
-        store._db = sqlite3.connect(":memory:", isolation_level=None, factory=Connection)
+        store._db = sqlite3.connect(":memory:", isolation_level=None, factory=SqliteConnection)
         store._dropped = rollups.Dropped()
         # In memory: whoever reads a copy leaves no file beside the ledger that could be taken for it.
         store._db.deserialize(data)

@@ -238,7 +238,7 @@ class _Queued(NamedTuple):
     must_arrive: bool
 
 
-class Watcher:
+class JobWatcher:
     """Somebody who watches. Its sender is `send`; everything else only queues, or wakes it."""
 
     def __init__(self, after: int) -> None:
@@ -340,7 +340,7 @@ class Watchers:
 
     def __init__(self, feed: StatusFeed, keepers: Iterable[str] = ()) -> None:
         """keepers: of the coordinator before this one."""
-        self.all: set[Watcher] = set()
+        self.all: set[JobWatcher] = set()
         self.feed = feed
         self._status_due: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None

@@ -23,7 +23,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from holdfast import logs
-from holdfast.agent.health import Watcher
+from holdfast.agent.health import HealthWatcher
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.health.kmsg import boot_id
 from holdfast.health.ruleset import catalogue
@@ -46,7 +46,7 @@ REFUSED_S = 300.0
 """The longest time between two tries of a request that is refused: a right may be missing for thousands of these."""
 
 
-class NodeHealth:
+class NodeConditionWriter:
     """Keeps annotation and condition of one Node as its machine is found."""
 
     def __init__(
@@ -197,8 +197,8 @@ async def watch(api: Api, machine: str, folder: Path, spec: HealthSpec) -> None:
     Raises:
         HoldfastError: the API server refuses what it needs.
     """
-    node = NodeHealth(api, machine, boot_id())
-    watcher = Watcher(folder=folder, spec=spec, shared=False, send=node.hear, job_dir=folder)
+    node = NodeConditionWriter(api, machine, boot_id())
+    watcher = HealthWatcher(folder=folder, spec=spec, shared=False, send=node.hear, job_dir=folder)
     try:
         await watcher.start()
         _say_sources(watcher.sources)

@@ -1,6 +1,6 @@
 """What every server of ranges of bytes shares: who may connect, who may read, for how long, and how it ends.
 
-A subclass says in `answer` what a path means, and sends it with the methods of `Request`.
+A subclass says in `answer` what a path means, and sends it with the methods of `RangeRequest`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RangeServer:
         self._door = HttpDoor(host, thread, self._serve, port)
         self.port = self._door.port
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: RangeRequest) -> None:
         """Answers one request of somebody who has proved to know the token. Runs in the connection's thread."""
         raise NotImplementedError
 
@@ -62,7 +62,7 @@ class RangeServer:
         self.refuse_new()
 
     def _serve(self, sock: socket.socket, head: bytes) -> None:
-        Request(sock, head, self)
+        RangeRequest(sock, head, self)
 
     def _enter(self, sock: socket.socket) -> None:
         with self._lock:
@@ -79,7 +79,7 @@ class RangeServer:
         return admit(headers, self._token, self.name, "GET", path)
 
 
-class Request(Handler):
+class RangeRequest(Handler):
     """One connection, and the request that it made last."""
 
     timeout = IDLE_S

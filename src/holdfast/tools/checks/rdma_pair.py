@@ -68,13 +68,13 @@ class Offer(msgspec.Struct, frozen=True):
     """Why it cannot take part; empty: it can."""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class ServerReady(msgspec.Struct, frozen=True):
     """The tool is its server now, on this TCP port."""
 
     port: int
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ClientResult(msgspec.Struct, frozen=True):
     """What the client of a turn measured."""
 
     bytes_per_s: float | None
@@ -106,7 +106,7 @@ def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]
     yield judge_rails(measured, peer.node)
 
 
-def judge_rails(measured: Sequence[tuple[Rail, Outcome]], other: str) -> CheckResult:
+def judge_rails(measured: Sequence[tuple[Rail, ClientResult]], other: str) -> CheckResult:
     """The slowest rail counts, in its slower direction."""
     failed = [f"{rail.name}: {o.why or 'not measured'}" for rail, o in measured if o.bytes_per_s is None]
     if failed:
@@ -169,7 +169,7 @@ class _End:
         self._file.close()
         self._connection.close()
 
-    def measure(self, listener: bool) -> list[tuple[Rail, Outcome]]:
+    def measure(self, listener: bool) -> list[tuple[Rail, ClientResult]]:
         """Every rail, both directions.
 
         Raises:
@@ -185,9 +185,9 @@ class _End:
         except (OSError, msgspec.DecodeError) as error:
             raise CannotCheck(f"the other end was lost: {error}") from None
 
-    def _turns(self, rails: Sequence[Rail], listener: bool) -> list[tuple[Rail, Outcome]]:
+    def _turns(self, rails: Sequence[Rail], listener: bool) -> list[tuple[Rail, ClientResult]]:
         """Until one fails: that is answer enough, and the others might take as long."""
-        done: list[tuple[Rail, Outcome]] = []
+        done: list[tuple[Rail, ClientResult]] = []
         for rail in rails:
             for serves in (listener, not listener):
                 outcome = self._serve(rail) if serves else self._call(rail)
@@ -196,7 +196,7 @@ class _End:
                     return done
         return done
 
-    def _serve(self, rail: Rail) -> Outcome:
+    def _serve(self, rail: Rail) -> ClientResult:
         """The tool ends when its client has. Where there came none, it is ended."""
         # The tool cannot choose a free port and report it, so the kernel gives one, which is closed again
         # right before the tool binds it.
@@ -206,18 +206,18 @@ class _End:
             self._command(rail, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as tool:
             try:
-                self._say(Ready(port))
-                return self._hear(Outcome)
+                self._say(ServerReady(port))
+                return self._hear(ClientResult)
             finally:
                 tool.kill()
 
-    def _call(self, rail: Rail) -> Outcome:
-        ready = self._hear(Ready)
+    def _call(self, rail: Rail) -> ClientResult:
+        ready = self._hear(ServerReady)
         outcome = self._try(self._command(rail, ready.port, self._other))
         self._say(outcome)
         return outcome
 
-    def _try(self, command: Sequence[str]) -> Outcome:
+    def _try(self, command: Sequence[str]) -> ClientResult:
         """There is no event for "the server listens now" either."""
         until_s = time.monotonic() + MEET_S
         while True:
@@ -231,7 +231,7 @@ class _End:
                     timeout=self._seconds + SPARE_S,
                 )
             except subprocess.TimeoutExpired:
-                return Outcome(0.0, f"{TOOL} did not end")
+                return ClientResult(0.0, f"{TOOL} did not end")
             # The peer says Ready before its tool listens, because the tool prints nothing when it does. So
             # the first attempts may come too early, and only they are repeated.
             if not _NOBODY_THERE.search(ran.stdout) or time.monotonic() > until_s:
@@ -257,13 +257,13 @@ class _End:
         return heard
 
 
-def read_outcome(code: int, text: str) -> Outcome:
+def read_outcome(code: int, text: str) -> ClientResult:
     """What the tool's client printed."""
     rows = _ROW.findall(text)
     if code == 0 and rows:
-        return Outcome(float(rows[-1]) * 1e9 / 8)
+        return ClientResult(float(rows[-1]) * 1e9 / 8)
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*")]
     why = f"{TOOL} ended with exit code {code}: {lines[-1][:200] if lines else 'no output'}"
     # Zero blames the way; None says that it could not be measured. A missing module or a full table of
     # registrations must not count as a broken network.
-    return Outcome(0.0 if _WAY_IS_BAD.search(text) else None, why)
+    return ClientResult(0.0 if _WAY_IS_BAD.search(text) else None, why)

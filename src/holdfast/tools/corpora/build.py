@@ -35,7 +35,7 @@ from holdfast.protocol.wire.stored import decode_file
 from holdfast.tools.corpora.build_units import FinishedUnit, Recipe, find_unit, make_unit, writing
 from holdfast.tools.corpora.encoding import Encoder, load_encoder
 from holdfast.tools.corpora.inputs import Unit, find_files, plan_units
-from holdfast.tools.corpora.options import BuildOptions, Format
+from holdfast.tools.corpora.options import BuildOptions, TokenFormat
 
 UNIT_BYTES = 4 << 20
 MOST_UNIT_BYTES = 32 << 20
@@ -62,7 +62,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     """Hash of everything that the result depends on."""
-    format: Format
+    format: TokenFormat
     tokenizer: str
     vocabulary: int
     """One more than the largest token that can be in it."""
@@ -187,14 +187,14 @@ def _eod_of(options: BuildOptions, encoder: Encoder) -> int | None:
     return number
 
 
-def _dtypes_of(format_: Format) -> list[str]:
+def _dtypes_of(format_: TokenFormat) -> list[str]:
     """What a data set is written in, the smallest first."""
-    if format_ is Format.MEGATRON:  # has no uint32
+    if format_ is TokenFormat.MEGATRON:  # has no uint32
         return [name for name in ("uint8", "uint16", "int32", "int64") if name in CODES]
     return ["uint8", "uint16", "uint32", "int32", "int64"]
 
 
-def _smallest_dtype(largest: int, format_: Format) -> str:
+def _smallest_dtype(largest: int, format_: TokenFormat) -> str:
     return next(name for name in _dtypes_of(format_) if largest <= np.iinfo(name).max)
 
 
@@ -292,9 +292,9 @@ def _die_with_parent() -> None:
 class _Output:
     """The files of one data set, and the folder that it is built in."""
 
-    def __init__(self, prefix: Path, format_: Format) -> None:
+    def __init__(self, prefix: Path, format_: TokenFormat) -> None:
         self._prefix, self._format = prefix, format_
-        self._suffixes = (".bin", ".idx") if format_ is Format.MEGATRON else (".npy",)
+        self._suffixes = (".bin", ".idx") if format_ is TokenFormat.MEGATRON else (".npy",)
         self.work = _with(prefix, ".build")
 
     @contextmanager

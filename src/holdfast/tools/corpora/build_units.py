@@ -28,7 +28,7 @@ from holdfast.data.megatron import MOST_TOKENS
 from holdfast.errors import DataError
 from holdfast.tools.corpora.encoding import load_encoder
 from holdfast.tools.corpora.inputs import Reader, Unit
-from holdfast.tools.corpora.options import Reading
+from holdfast.tools.corpora.options import InputOptions
 
 HEADER = struct.Struct("<8sQQQQ")  # magic, documents, tokens, skipped, XXH3-64 of the tokens
 MAGIC = b"HFUNIT1\n"
@@ -41,7 +41,7 @@ COPY_BYTES = 8 << 20
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How input becomes tokens."""
 
-    reading: Reading
+    reading: InputOptions
     tokenizer: str
     """A path, or "bytes"."""
     tokenizer_key: str

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from holdfast.errors import DataError, UsageError
-from holdfast.tools.corpora.options import Documents, Kind, Reading
+from holdfast.tools.corpora.options import Documents, InputKind, InputOptions
 
 MOST_FILE_BYTES = 1 << 30
 """Of a file that is one document: it is held in memory."""
@@ -29,16 +29,16 @@ _MOST_SPANS = 1024
 
 
 SUFFIXES = {
-    ".jsonl": Kind.JSONL,
-    ".ndjson": Kind.JSONL,
-    ".json": Kind.JSONL,
-    ".parquet": Kind.PARQUET,
-    ".pq": Kind.PARQUET,
+    ".jsonl": InputKind.JSONL,
+    ".ndjson": InputKind.JSONL,
+    ".json": InputKind.JSONL,
+    ".parquet": InputKind.PARQUET,
+    ".pq": InputKind.PARQUET,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class FilePart:
     """A part of an input file, or all of it.
 
     The order and the names of these fields go into the keys of finished units: see `Recipe.key_of`.
@@ -46,7 +46,7 @@ class Span:
 
     path: str
     """Absolute."""
-    kind: Kind
+    kind: InputKind
     size: int
     """Bytes of the file when the build began."""
     changed_ns: int
@@ -64,7 +64,7 @@ class Span:
 class Unit(msgspec.Struct, frozen=True):
     """What one process reads at a time."""
 
-    spans: tuple[Span, ...] = msgspec.field(name="pieces")
+    spans: tuple[FilePart, ...] = msgspec.field(name="pieces")
     """Encoded as `pieces`: the keys of finished units and of data sets are hashes of it, and must stay what they are."""
 
     @property
@@ -114,14 +114,14 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (path for n in names if not n.startswith(".") and (path := Path(at, n)).is_file())
 
 
-def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Unit]:
+def plan_units(files: list[Path], reading: InputOptions, unit_bytes: int) -> list[Unit]:
     """The units of all files, in order.
 
     Raises:
         UsageError: a file cannot be read in this way; said before anything is built.
     """
     units: list[Unit] = []
-    small: list[Span] = []
+    small: list[FilePart] = []
     for path in files:
         for span in _spans_of(path, reading, unit_bytes):
             small.append(span)
@@ -132,10 +132,10 @@ def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Uni
     return [*units, Unit(tuple(small))] if small else units
 
 
-def _spans_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Span]:
+def _spans_of(path: Path, reading: InputOptions, unit_bytes: int) -> Iterator[FilePart]:
     known = path.stat()
     kind, zipped = _kind_of(path, reading)
-    whole = kind is Kind.TEXT and reading.documents is Documents.FILE
+    whole = kind is InputKind.TEXT and reading.documents is Documents.FILE
     # Before the first unit is read: a build of hours must not end at the one file that it may not open.
     if not os.access(path, os.R_OK):
         raise UsageError(f"the input {path} cannot be read: no permission")
@@ -143,7 +143,7 @@ def _spans_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Span]:
         raise UsageError(
             f"{path} is one document of {known.st_size >> 20} MiB; cut it into documents with --documents line"
         )
-    span = Span(
+    span = FilePart(
         path=str(path.absolute()),
         kind=kind,
         size=known.st_size,
@@ -152,7 +152,7 @@ def _spans_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Span]:
         end=known.st_size,
         nbytes=known.st_size,
     )
-    if kind is Kind.PARQUET:
+    if kind is InputKind.PARQUET:
         for begin, end, nbytes in _row_groups(path, reading.field, unit_bytes):
             yield replace(span, begin=begin, end=end, nbytes=nbytes)
     elif zipped or whole:
@@ -170,7 +170,7 @@ class Reader:
         skipped: lines and rows that were passed over.
     """
 
-    def __init__(self, span: Span, reading: Reading, needs_utf8: bool) -> None:
+    def __init__(self, span: FilePart, reading: InputOptions, needs_utf8: bool) -> None:
         self._span, self._reading, self._needs_utf8 = span, reading, needs_utf8
         self.skipped = 0
 
@@ -186,9 +186,9 @@ class Reader:
             # file that changed since would be cut in the middle of its lines.
             if (known.st_size, known.st_mtime_ns) != (self._span.size, self._span.changed_ns):
                 raise DataError(f"{self._span.path} changed while it was being read; run the command again")
-            if self._span.kind is Kind.PARQUET:
+            if self._span.kind is InputKind.PARQUET:
                 yield from self._rows()
-            elif self._span.kind is Kind.JSONL:
+            elif self._span.kind is InputKind.JSONL:
                 yield from self._parsed(self._json_text)
             elif self._reading.documents is Documents.LINE:
                 yield from self._parsed(self._plain_text)
@@ -303,10 +303,10 @@ class Reader:
         self.skipped += 1
 
 
-def _kind_of(path: Path, reading: Reading) -> tuple[Kind, bool]:
+def _kind_of(path: Path, reading: InputOptions) -> tuple[InputKind, bool]:
     zipped = _is_zipped(path)
     suffix = path.with_suffix("").suffix if zipped else path.suffix
-    return reading.kind or SUFFIXES.get(suffix.lower(), Kind.TEXT), zipped
+    return reading.kind or SUFFIXES.get(suffix.lower(), InputKind.TEXT), zipped
 
 
 def _is_zipped(path: Path) -> bool:

@@ -10,10 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from holdfast.protocol.options import Argument, Group, Option
+from holdfast.protocol.options import Argument, Option, OptionGroup
 
 
-class Kind(StrEnum):
+class InputKind(StrEnum):
     """What a file holds."""
 
     TEXT = "text"
@@ -28,7 +28,7 @@ class Documents(StrEnum):
     LINE = "line"
 
 
-class Format(StrEnum):
+class TokenFormat(StrEnum):
     """What is written: Megatron's `.bin` and `.idx`, or `.npy`."""
 
     MEGATRON = "megatron"
@@ -36,7 +36,7 @@ class Format(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class InputOptions:
     """How documents are found in files."""
 
     field: Annotated[
@@ -49,7 +49,7 @@ class Reading:
         Documents.FILE
     )
     kind: Annotated[
-        Kind | None,
+        InputKind | None,
         Option(
             names=("--input-format",),
             default="determined by the files' names",
@@ -73,7 +73,7 @@ class BuildOptions:
     prefix: Annotated[
         Path, Option(names=("--out",), metavar="PREFIX", help="Name of the new files, without a suffix.")
     ]
-    reading: Annotated[Reading, Group("Input")] = dataclasses.field(default_factory=Reading)
+    reading: Annotated[InputOptions, OptionGroup("Input")] = dataclasses.field(default_factory=InputOptions)
     tokenizer: Annotated[
         str,
         Option(
@@ -102,11 +102,11 @@ class BuildOptions:
         ),
     ] = None
     format: Annotated[
-        Format,
+        TokenFormat,
         Option(
             help="Format of the output. megatron writes PREFIX.bin and PREFIX.idx; npy writes PREFIX.npy."
         ),
-    ] = Format.MEGATRON
+    ] = TokenFormat.MEGATRON
     overwrite: Annotated[
         bool, Option(help="Replace existing data of the same name that was built differently.")
     ] = False

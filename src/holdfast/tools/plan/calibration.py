@@ -36,7 +36,7 @@ KINDS = {CauseKind.HANG: "hang", CauseKind.NODE: "node", CauseKind.PROCESS: "wor
 """Kinds of causes, and what kind of failure each is, as `plan simulate` counts them. All others are `other`."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class PastRun(msgspec.Struct, frozen=True):
     """One past run: its report, and the workers on each node."""
 
     report: Mapping[str, Any]
@@ -93,7 +93,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Of that wall time, the share of steps that stayed. None: not known of every such run, or there is none."""
 
 
-def calibrate(runs: Sequence[Run]) -> Calibration:
+def calibrate(runs: Sequence[PastRun]) -> Calibration:
     """Estimates from reports.
 
     Raises:
@@ -126,7 +126,7 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     )
 
 
-def _spent(runs: Sequence[Run]) -> tuple[dict[str, float], float | None]:
+def _spent(runs: Sequence[PastRun]) -> tuple[dict[str, float], float | None]:
     """Wall time by class, and the share that was productive."""
     told = [g for r in runs if (g := r.report.get("goodput") or {}).get("classes")]
     spent_s = {
@@ -171,7 +171,7 @@ def why_no_rate(found: Calibration) -> str:
     return ""
 
 
-def _node_hours(run: Run) -> float:
+def _node_hours(run: PastRun) -> float:
     """The world size over time, up to the end of the run."""
     report = run.report
     history = [(float(t), float(w)) for t, w in (report.get("world") or {}).get("history") or []]

@@ -42,7 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     experts of other workers."""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
     """Of one degree of sharding, all in bytes."""
 
     shard: int
@@ -59,10 +59,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return self.state + self.compute
 
 
-def memory(sizes: Sizes, shard: int, workers_per_node: int) -> Memory:
+def memory(sizes: Sizes, shard: int, workers_per_node: int) -> MemoryNeed:
     """For replicas of so many workers, of which so many are on a node."""
     frozen = sizes.parameters - sizes.trained
-    return Memory(
+    return MemoryNeed(
         shard=shard,
         state=(TRAINED_BYTES * sizes.trained + FROZEN_BYTES * frozen) / shard,
         compute=compute_bytes(sizes),

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from holdfast.protocol.options import Group, Option, declared
+from holdfast.protocol.options import Option, OptionGroup, declared
 
 Text = str | None
 # The dataclasses below are only read field by field. Each method that `dataclass` would make for them delays every start
@@ -20,7 +20,7 @@ Text = str | None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Work:
+class PlannedWork:
     """The cluster, and the work that it does."""
 
     nodes: Annotated[
@@ -68,7 +68,7 @@ class Work:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Recovery:
+class RecoveryCosts:
     """How often something fails, and how long recovery takes."""
 
     rate: Annotated[
@@ -213,11 +213,13 @@ class Saves:
 class PlanOptions:
     """What was given."""
 
-    work: Annotated[Work, Group("Cluster and work")] = dataclasses.field(default_factory=Work)
-    recovery: Annotated[Recovery, Group("Failures and recovery")] = dataclasses.field(
-        default_factory=Recovery
+    work: Annotated[PlannedWork, OptionGroup("Cluster and work")] = dataclasses.field(
+        default_factory=PlannedWork
     )
-    saves: Annotated[Saves, Group("Checkpoints")] = dataclasses.field(default_factory=Saves)
+    recovery: Annotated[RecoveryCosts, OptionGroup("Failures and recovery")] = dataclasses.field(
+        default_factory=RecoveryCosts
+    )
+    saves: Annotated[Saves, OptionGroup("Checkpoints")] = dataclasses.field(default_factory=Saves)
 
 
 FIELDS: dict[str, Option] = {field.name: field.option for field in declared(PlanOptions)}

@@ -12,7 +12,7 @@ HOUR_S = 3600.0
 SINGLE = frozenset({"worker", "node", "hang", "slow"})
 
 
-class Source:
+class FailureStream:
     """The failures of one machine, or of one group of machines, one after the other."""
 
     __slots__ = ("_classes", "_factor", "_rng")
@@ -65,7 +65,7 @@ class Arrivals:
         self._group_classes = tuple(c for c in live if c.scope not in SINGLE)
         self.lemons = 0
 
-    def machine(self, number: int) -> Source:
+    def machine(self, number: int) -> FailureStream:
         """The failures of one machine alone."""
         factor = 1.0
         if self.scenario.lemons:
@@ -75,13 +75,13 @@ class Arrivals:
             factor = self.scenario.lemon_factor if lemon else 1.0
             self.lemons += lemon
         # Even numbers for machines and odd ones for groups: no two sources of a trial share a stream.
-        return Source(self._seed * 1_000_003 + 2 * number, self._single, factor)
+        return FailureStream(self._seed * 1_000_003 + 2 * number, self._single, factor)
 
-    def groups(self) -> Iterator[tuple[FailureClass, range, Source]]:
+    def groups(self) -> Iterator[tuple[FailureClass, range, FailureStream]]:
         """What strikes many machines at once: the class, the numbers of the places it strikes, and when."""
         total = self.scenario.nodes + self.scenario.spares
         for i, kind in enumerate(self._group_classes):
             size = total if kind.scope == "job" else min(kind.size, total)
             for first in range(0, total, size):
                 seed = self._seed * 1_000_003 + 2 * (total + 1_000_000 * (i + 1) + first) + 1
-                yield kind, range(first, min(first + size, total)), Source(seed, (kind,), float(size))
+                yield kind, range(first, min(first + size, total)), FailureStream(seed, (kind,), float(size))

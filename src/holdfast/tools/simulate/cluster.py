@@ -32,11 +32,11 @@ from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Part, Saving, Shard
 from holdfast.tools.simulate import names, strikes
-from holdfast.tools.simulate.arrivals import Arrivals, Source
-from holdfast.tools.simulate.machine import BEGIN_S, HOP_S, REST, FewNames, Machine
+from holdfast.tools.simulate.arrivals import Arrivals, FailureStream
+from holdfast.tools.simulate.machine import BEGIN_S, HOP_S, REST, FewNames, SimulatedMachine
 from holdfast.tools.simulate.scenario import FailureClass, Scenario
 from holdfast.tools.simulate.steps import Steps
-from holdfast.tools.simulate.trace import Trace
+from holdfast.tools.simulate.trace import NodeTrace
 
 AHEAD = 6
 """So many failures, about, are looked ahead when machines get names."""
@@ -56,7 +56,7 @@ class Cluster:
         seed: int,
         names: int = 0,
         one_by_one: bool = False,
-        trace: Trace | None = None,
+        trace: NodeTrace | None = None,
         note: Callable[[float, LedgerEvent], None] | None = None,
     ) -> None:
         """names: so many nodes beside the spares and the one that stands for the rest; 0: every machine is one.
@@ -68,7 +68,7 @@ class Cluster:
         # change in how the cluster is run moves no failure.
         self.rng = random.Random(seed * 15_485_863 + 11)
         self.now = BEGIN_S
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, SimulatedMachine] = {}
         self.arrivals = Arrivals(scenario, seed)
         self.steps = Steps(scenario.step_s, BEGIN_S)
         self.failures: dict[str, int] = {}
@@ -86,10 +86,10 @@ class Cluster:
         # About AHEAD failures fit into one window. Shorter windows would bind names all the time, longer ones
         # would need more names than there are.
         self.window_s = 3600.0 * AHEAD / max(1e-9, scenario.nodes * scenario.rate)
-        self.rest: list[Machine] = []
-        self.groups: list[tuple[FailureClass, range, Source]] = []
+        self.rest: list[SimulatedMachine] = []
+        self.groups: list[tuple[FailureClass, range, FailureStream]] = []
         self.group_s: list[float] = []
-        self.savers: list[Machine] = []
+        self.savers: list[SimulatedMachine] = []
         self.one_by_one = one_by_one
         self.note = note
         # The second entry is the order of insertion: events of one moment happen in the order in which they
@@ -99,9 +99,9 @@ class Cluster:
         self.tick_s = math.inf
         self.under_way = 0
         self.waiting_orders = 0
-        self.pool: deque[Machine] = deque()
+        self.pool: deque[SimulatedMachine] = deque()
         self.holes: deque[int] = deque()
-        self.members: list[Machine] = []
+        self.members: list[SimulatedMachine] = []
         self.restoring: frozenset[str] = frozenset()
         self.generation = 0
         self.place()
@@ -116,7 +116,7 @@ class Cluster:
             self.place_traced(self.trace)
             return
         for number in range(s.nodes + s.spares):
-            machine = Machine(number, number, self.arrivals.machine(number))
+            machine = SimulatedMachine(number, number, self.arrivals.machine(number))
             # Drawn for every machine at once, also for those without a name, from the machine's own source.
             # Which machines have names then changes nothing about when they fail.
             strikes.expect(self, machine, *self.next(machine))
@@ -143,16 +143,18 @@ class Cluster:
                 self.rest.remove(machine)
             # First in the dict, and its name sorts first, so the core makes it a member and never a spare: a
             # spare that stands for 2,000 machines would distort everything.
-            self.machines = {REST: Machine(-1, -1, None, weight=len(self.rest)), **self.machines}
+            self.machines = {REST: SimulatedMachine(-1, -1, None, weight=len(self.rest)), **self.machines}
             self.at(self.now + self.window_s, names.bind, self, self.now + 1.5 * self.window_s)
         self.folded = max(0, len(self.rest) - 1)
 
-    def place_traced(self, trace: Trace) -> None:
+    def place_traced(self, trace: NodeTrace) -> None:
         """Nodes come and go as recorded, and at its end the record is all that is known."""
         numbers: dict[str, int] = {}
         for change in trace.changes:
             number = numbers.setdefault(change.node, len(numbers))
-            machine = self.machines.setdefault(f"n{number:05d}", Machine(number, number, Source(0, ())))
+            machine = self.machines.setdefault(
+                f"n{number:05d}", SimulatedMachine(number, number, FailureStream(0, ()))
+            )
             if change.t_s > 0 or not change.up:
                 self.at(BEGIN_S + change.t_s, self.traced, machine, change.up)
             else:
@@ -161,7 +163,7 @@ class Cluster:
         self.at(BEGIN_S + trace.ends_s, self.out_of_trace)
         self.folded = 0
 
-    def traced(self, machine: Machine, up: bool) -> None:
+    def traced(self, machine: SimulatedMachine, up: bool) -> None:
         if up and not machine.up:
             self.arrive(machine)
         elif machine.up and not up:
@@ -175,7 +177,7 @@ class Cluster:
             self.steps.account(self.now)
         self.finish("stopped")
 
-    def next(self, machine: Machine) -> tuple[float, FailureClass | None]:
+    def next(self, machine: SimulatedMachine) -> tuple[float, FailureClass | None]:
         return machine.source.next(self.now) if machine.source is not None else (math.inf, None)
 
     def new_core(self) -> Core:
@@ -259,10 +261,10 @@ class Cluster:
         if self.finished_s is None and self.core is core:
             self.wind()
 
-    def sayer(self) -> Machine | None:
+    def sayer(self) -> SimulatedMachine | None:
         return next((x for x in self.members if x.up and x.worker and x.hung_s is None), None)
 
-    def word(self, machine: Machine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
+    def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
         return e.NodeSays(machine.name, m.FromWorker(machine.worker or "", message, age_s))
 
     def wind(self) -> None:
@@ -282,9 +284,9 @@ class Cluster:
     def do(self, actions: list[e.Action]) -> None:
         # Orders of one batch reach all workers at the same moment, so they are collected and carried out
         # together: one event instead of one per worker.
-        forms: list[tuple[Machine, m.JoinGeneration]] = []
-        breaks: list[Machine] = []
-        stops: list[tuple[Machine, m.Stop]] = []
+        forms: list[tuple[SimulatedMachine, m.JoinGeneration]] = []
+        breaks: list[SimulatedMachine] = []
+        stops: list[tuple[SimulatedMachine, m.Stop]] = []
         if actions and type(actions[-1]) is e.End:  # agents leave, their machines stay
             actions = [a for a in actions if type(a) is not e.Send]
         for action in actions:
@@ -338,7 +340,7 @@ class Cluster:
         if self.core is core and self.finished_s is None:
             self.tell([OrderDone(order_id)])
 
-    def obey(self, machine: Machine, message: m.ToAgent) -> None:
+    def obey(self, machine: SimulatedMachine, message: m.ToAgent) -> None:
         match message:
             case m.StartWorker(worker=name):
                 # The name that the core gave: an order for a worker of an earlier life of this machine then
@@ -372,13 +374,13 @@ class Cluster:
             case _:
                 pass  # copies of snapshots and what they make superfluous: memory is not modelled byte by byte
 
-    def say(self, machine: Machine, message: m.AgentMessage) -> None:
+    def say(self, machine: SimulatedMachine, message: m.AgentMessage) -> None:
         if machine.up:
             self.tell([e.NodeSays(machine.name, message)])
 
     # ------------------------------------------------------------ nodes come and go
 
-    def join(self, machines: Iterable[Machine]) -> None:
+    def join(self, machines: Iterable[SimulatedMachine]) -> None:
         # All that join at one moment are told together. The order within a moment is the simulator's, and
         # must not decide who becomes a spare.
         hellos: list[e.Event] = []
@@ -400,11 +402,11 @@ class Cluster:
             hellos.append(e.NodeJoined(hello))
         self.tell(hellos, starting=True)
 
-    def stands(self, machine: Machine) -> NodePlace:
+    def stands(self, machine: SimulatedMachine) -> NodePlace:
         """Where the core is told that a machine stands. Nowhere in a trial: machines take turns in the names of its nodes."""
         return ()
 
-    def started(self, machine: Machine, name: str) -> None:
+    def started(self, machine: SimulatedMachine, name: str) -> None:
         """Those that were started together are ready together."""
         events: list[e.Event] = []
         heap = self.heap
@@ -447,22 +449,22 @@ class Cluster:
         self.nodes_new += 1
         # In the cloud a new machine stands where the lost one stood, so that racks keep their size.
         place = self.holes.popleft() if self.holes else number % total
-        machine = Machine(number, place, self.arrivals.machine(number))
+        machine = SimulatedMachine(number, place, self.arrivals.machine(number))
         self.machines[machine.name] = machine
         self.arrive(machine)
 
-    def come_back(self, machine: Machine) -> None:
+    def come_back(self, machine: SimulatedMachine) -> None:
         if not machine.up:
             self.arrive(machine)
 
-    def arrive(self, machine: Machine) -> None:
+    def arrive(self, machine: SimulatedMachine) -> None:
         self.under_way = max(0, self.under_way - 1)
         # It comes back repaired.
         machine.slow = 1.0
         strikes.expect(self, machine, *self.next(machine))
         self.join([machine])
 
-    def repaired(self, machine: Machine) -> None:
+    def repaired(self, machine: SimulatedMachine) -> None:
         """It waits to be asked for, or somebody waits for it."""
         # An order waits for it already, so it does not rest in the pool first.
         if self.waiting_orders:
@@ -471,7 +473,7 @@ class Cluster:
         else:
             self.pool.append(machine)
 
-    def leave(self, machine: Machine) -> None:
+    def leave(self, machine: SimulatedMachine) -> None:
         """A machine without a fault leaves the job: it is there for another request."""
         if machine.up:
             self.count(-machine.weight)
@@ -492,7 +494,7 @@ class Cluster:
         if machine.up:
             self.leave(machine)
 
-    def down(self, machine: Machine, repair_s: float | None) -> None:
+    def down(self, machine: SimulatedMachine, repair_s: float | None) -> None:
         """A machine fails, silently: the coordinator hears nothing of it from now on."""
         self.count(-machine.weight)
         machine.up, machine.ready = False, False
@@ -512,7 +514,7 @@ class Cluster:
 
     # ------------------------------------------------------------ generations
 
-    def park(self, machines: list[Machine], generation: int) -> None:
+    def park(self, machines: list[SimulatedMachine], generation: int) -> None:
         # The answer to an order of a generation that has been replaced meanwhile. Every delayed call checks
         # this, as every real message does.
         if generation != self.generation:
@@ -528,7 +530,7 @@ class Cluster:
         if events:
             self.tell(events)
 
-    def formed(self, forms: list[tuple[Machine, m.JoinGeneration]]) -> None:
+    def formed(self, forms: list[tuple[SimulatedMachine, m.JoinGeneration]]) -> None:
         s = self.scenario
         first = forms[0][1]
         self.generation, start = first.generation.number, first.generation.start
@@ -659,7 +661,7 @@ class Cluster:
         if events:
             self.tell(events)
 
-    def stopped(self, stops: list[tuple[Machine, m.Stop]]) -> None:
+    def stopped(self, stops: list[tuple[SimulatedMachine, m.Stop]]) -> None:
         """Workers save and leave, as they were told."""
         for machine, stop in stops:
             name = machine.worker

@@ -18,14 +18,14 @@ from holdfast.coordinator.kernel.state import JobPhase, Node, NodePhase, Worker,
 from holdfast.errors import UsageError
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
-from holdfast.health.samples import Line
+from holdfast.health.samples import LogLine
 from holdfast.protocol import messages as m
 from holdfast.protocol import units
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.place import NodePlace
 from holdfast.tools.simulate import strikes
 from holdfast.tools.simulate.cluster import Cluster
-from holdfast.tools.simulate.machine import BEGIN_S, HOP_S, Machine
+from holdfast.tools.simulate.machine import BEGIN_S, HOP_S, SimulatedMachine
 from holdfast.tools.simulate.scenario import FailureClass, Scenario
 
 RACK = 16
@@ -205,7 +205,7 @@ class LiveCluster(Cluster):
         self.commit()
         super().all_done(token)
 
-    def formed(self, forms: list[tuple[Machine, m.JoinGeneration]]) -> None:
+    def formed(self, forms: list[tuple[SimulatedMachine, m.JoinGeneration]]) -> None:
         """See `Cluster.formed`."""
         super().formed(forms)
         # It may begin below what was told: those steps are told again.
@@ -227,7 +227,7 @@ class LiveCluster(Cluster):
 
     # ------------------------------------------------------------ places
 
-    def stands(self, machine: Machine) -> NodePlace:
+    def stands(self, machine: SimulatedMachine) -> NodePlace:
         """See `Cluster.stands`."""
         rack = machine.place // self.rack_size
         return (f"switch-{rack // SWITCH}", f"rack-{rack}")
@@ -259,10 +259,10 @@ class LiveCluster(Cluster):
         nodes = self.core.state.membership.nodes
         return [nodes.get(x.name) if x else None for x in self._latest()]
 
-    def _latest(self) -> list[Machine | None]:
+    def _latest(self) -> list[SimulatedMachine | None]:
         """For each place the machine that stands there, or stood there last."""
         # Also one that was lost just now: the core believes that it is there until it has found out.
-        found: list[Machine | None] = [None] * (self.scenario.nodes + self.scenario.spares)
+        found: list[SimulatedMachine | None] = [None] * (self.scenario.nodes + self.scenario.spares)
         for machine in self.machines.values():
             before = found[machine.place]
             if machine.up or before is None or not before.up:
@@ -321,7 +321,7 @@ class LiveCluster(Cluster):
             return self._strike_group(what, number, dry)
         return self._strike_node(self._node(what, number), kind, dry)
 
-    def _node(self, what: str, number: int) -> Machine:
+    def _node(self, what: str, number: int) -> SimulatedMachine:
         name = f"n{number:05d}"
         if what == "rank":
             generation = self.core.state.membership.generation
@@ -337,7 +337,7 @@ class LiveCluster(Cluster):
             raise UsageError(f"{name} is not a node of the job at present; choose one that is")
         return machine
 
-    def _strike_node(self, machine: Machine, kind: str, dry: bool) -> str:
+    def _strike_node(self, machine: SimulatedMachine, kind: str, dry: bool) -> str:
         if kind in ("kill-worker", "stop-worker") and machine.worker is None:
             raise UsageError(f"{machine.name} does not run a worker at present")
         if kind in ("kill-worker", "stop-worker") and machine.hung_s is not None:
@@ -379,13 +379,13 @@ class LiveCluster(Cluster):
             raise UsageError(f"{what}-{number} does not exist; the last one is {what}-{(total - 1) // size}")
         return range(number * size, min((number + 1) * size, total))
 
-    def _rank(self, machine: Machine) -> int | None:
+    def _rank(self, machine: SimulatedMachine) -> int | None:
         generation = self.core.state.membership.generation
         return generation.rank_of(machine.worker) if generation and machine.worker else None
 
-    def _log(self, machine: Machine, text: str) -> None:
+    def _log(self, machine: SimulatedMachine, text: str) -> None:
         """The kernel of a machine logs a line, and the agent judges it by the rules as real agents do."""
-        found = RuleEngine(catalogue()).on_line(Line("kmsg", text), self.now)
+        found = RuleEngine(catalogue()).on_line(LogLine("kmsg", text), self.now)
         if found and machine.up:
             self.tell([e.NodeSays(machine.name, m.FindingsReported(tuple(found)))])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.tools.simulate.arrivals import Source
+from holdfast.tools.simulate.arrivals import FailureStream
 from holdfast.tools.simulate.scenario import FailureClass
 
 BEGIN_S = 1000.0
@@ -25,13 +25,13 @@ class FewNames(Exception):
     """Something happens to a machine that has no name of its own: there are too few for this trial."""
 
 
-class Machine:
+class SimulatedMachine:
     """One machine, and the worker on it. place: where it stands; weight: for how many it stands. failures: that the core
     counts against it, while it has no name."""
 
     __slots__ = ("fails_s", "failure", "failures", "hung_s", "name", "number", "place", "ready", "sessions", "slow", "source", "up", "weight", "worker")  # fmt: skip
 
-    def __init__(self, number: int, place: int, source: Source | None, weight: int = 1) -> None:
+    def __init__(self, number: int, place: int, source: FailureStream | None, weight: int = 1) -> None:
         self.number = number
         self.place = place
         self.name = REST if source is None else f"n{number:05d}"  # empty: one of those that REST stands for

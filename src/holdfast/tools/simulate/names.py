@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.tools.simulate.machine import REST, FewNames, Machine
+from holdfast.tools.simulate.machine import REST, FewNames, SimulatedMachine
 from holdfast.tools.simulate.scenario import FailureClass
 from holdfast.tools.simulate.trial_view import TrialView
 
 
-def soon(cluster: TrialView, until_s: float) -> list[Machine]:
+def soon(cluster: TrialView, until_s: float) -> list[SimulatedMachine]:
     """Machines without a name to which something may happen until then."""
     # A failure that may take others of its rack along needs names for the whole rack, since which of them it
     # hits is drawn only then.
@@ -55,7 +55,7 @@ def bind(cluster: TrialView, known_s: float) -> None:
     cluster.at(cluster.now + cluster.window_s, bind, cluster, until_s)
 
 
-def plain(cluster: TrialView, machine: Machine, until_s: float) -> bool:
+def plain(cluster: TrialView, machine: SimulatedMachine, until_s: float) -> bool:
     """Nothing is the matter with it, nor will be."""
     if not machine.up or machine.worker is None or machine.hung_s is not None or machine.slow > 1.0:
         return False

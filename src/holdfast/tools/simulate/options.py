@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from holdfast.protocol.options import Group, Option, declared
+from holdfast.protocol.options import Option, OptionGroup, declared
 
 Text = str | None
 # The dataclasses below are only read field by field. Each method that `dataclass` would make for them delays every start
@@ -20,7 +20,7 @@ Text = str | None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Work:
+class SimulatedWork:
     """The cluster, and the work that it does."""
 
     nodes: Annotated[
@@ -120,7 +120,7 @@ class Failures:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Recovery:
+class RecoveryTimes:
     """What recovery takes, and how often the state is saved."""
 
     detection: Annotated[
@@ -201,10 +201,12 @@ class Recovery:
 class ScenarioOptions:
     """What was given."""
 
-    work: Annotated[Work, Group("Cluster and work")] = dataclasses.field(default_factory=Work)
-    failures: Annotated[Failures, Group("Failures")] = dataclasses.field(default_factory=Failures)
-    recovery: Annotated[Recovery, Group("Recovery and checkpoints")] = dataclasses.field(
-        default_factory=Recovery
+    work: Annotated[SimulatedWork, OptionGroup("Cluster and work")] = dataclasses.field(
+        default_factory=SimulatedWork
+    )
+    failures: Annotated[Failures, OptionGroup("Failures")] = dataclasses.field(default_factory=Failures)
+    recovery: Annotated[RecoveryTimes, OptionGroup("Recovery and checkpoints")] = dataclasses.field(
+        default_factory=RecoveryTimes
     )
 
 

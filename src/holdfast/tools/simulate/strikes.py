@@ -10,18 +10,18 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.phases import PageReading, Phase
 from holdfast.tools.simulate import names
-from holdfast.tools.simulate.machine import HOP_S, SIGKILL, FewNames, Machine
+from holdfast.tools.simulate.machine import HOP_S, SIGKILL, FewNames, SimulatedMachine
 from holdfast.tools.simulate.scenario import FailureClass
 from holdfast.tools.simulate.trial_view import TrialView
 
 
-def expect(cluster: TrialView, machine: Machine, at_s: float, kind: FailureClass | None) -> None:
+def expect(cluster: TrialView, machine: SimulatedMachine, at_s: float, kind: FailureClass | None) -> None:
     """Its next failure is known."""
     machine.fails_s, machine.failure = at_s, kind
     cluster.at(at_s, strike, cluster, machine, at_s)
 
 
-def strike(cluster: TrialView, machine: Machine, planned_s: float) -> None:
+def strike(cluster: TrialView, machine: SimulatedMachine, planned_s: float) -> None:
     """A machine fails, and perhaps takes others of its rack along."""
     kind = machine.failure
     # The failure was planned anew since: the machine was repaired or replaced before it came.
@@ -55,7 +55,7 @@ def follow(cluster: TrialView, place: int, kind: FailureClass) -> None:
         raise FewNames
 
 
-def fail(cluster: TrialView, machine: Machine, kind: FailureClass) -> None:
+def fail(cluster: TrialView, machine: SimulatedMachine, kind: FailureClass) -> None:
     """What a failure does to one machine."""
     member = machine in cluster.members
     if kind.scope == "node":
@@ -86,7 +86,7 @@ def fail(cluster: TrialView, machine: Machine, kind: FailureClass) -> None:
         cluster.at(cluster.now + stall_s, stalled, cluster, machine, machine.worker)
 
 
-def lose(cluster: TrialView, machines: list[Machine], repair_s: float | None) -> None:
+def lose(cluster: TrialView, machines: list[SimulatedMachine], repair_s: float | None) -> None:
     """Machines are gone at once."""
     if any(x in cluster.members for x in machines):
         cluster.halt("stalled")
@@ -131,7 +131,7 @@ def end_all_workers(cluster: TrialView) -> None:
     )
 
 
-def exit_all(cluster: TrialView, pairs: list[tuple[Machine, str]]) -> None:
+def exit_all(cluster: TrialView, pairs: list[tuple[SimulatedMachine, str]]) -> None:
     """The agents see it."""
     events: list[e.Event] = []
     for machine, name in pairs:
@@ -141,14 +141,14 @@ def exit_all(cluster: TrialView, pairs: list[tuple[Machine, str]]) -> None:
     cluster.tell(events)
 
 
-def end_worker(cluster: TrialView, machine: Machine, name: str, code: int = SIGKILL) -> None:
+def end_worker(cluster: TrialView, machine: SimulatedMachine, name: str, code: int = SIGKILL) -> None:
     """The agent sees a process end."""
     if machine.up and machine.worker == name:
         machine.worker = None
         cluster.tell([e.NodeSays(machine.name, m.Exited(worker=name, code=code))])
 
 
-def stalled(cluster: TrialView, machine: Machine, name: str) -> None:
+def stalled(cluster: TrialView, machine: SimulatedMachine, name: str) -> None:
     """The agent sees that a worker stands still, and says so until somebody acts."""
     if machine.up and machine.worker == name and machine.hung_s is not None:
         cluster.tell([e.NodeSays(machine.name, m.Stalled(name, view(cluster, machine)))])
@@ -158,7 +158,7 @@ def stalled(cluster: TrialView, machine: Machine, name: str) -> None:
         cluster.at(again_s, stalled, cluster, machine, name)
 
 
-def inspected(cluster: TrialView, machine: Machine, request: int) -> None:
+def inspected(cluster: TrialView, machine: SimulatedMachine, request: int) -> None:
     """All agents answer at once."""
     events: list[e.Event] = []
     heap = cluster.heap
@@ -172,7 +172,7 @@ def inspected(cluster: TrialView, machine: Machine, request: int) -> None:
         cluster.tell(events)
 
 
-def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
+def view(cluster: TrialView, machine: SimulatedMachine) -> m.WorkerView:
     """What the agent of a machine knows of its worker."""
     hung = machine.hung_s is not None
     phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
@@ -191,7 +191,7 @@ def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
     )
 
 
-def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy: Remedy) -> None:
+def found_slow(cluster: TrialView, machine: SimulatedMachine, severity: Severity, remedy: Remedy) -> None:
     """Its peers show that it is slow: first a warning, then, when that has cost enough, it is to be replaced."""
     if machine.up and machine.worker and machine.slow > 1.0 and machine in cluster.members:
         done = cluster.steps.base
@@ -210,7 +210,7 @@ def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy:
         )
 
 
-def fast_again(cluster: TrialView, machine: Machine) -> None:
+def fast_again(cluster: TrialView, machine: SimulatedMachine) -> None:
     """A slow machine is as fast as the others."""
     if machine.slow > 1.0:
         machine.slow = 1.0

@@ -31,7 +31,7 @@ class NodeChange(msgspec.Struct, frozen=True):
     up: bool
 
 
-class Trace(msgspec.Struct, frozen=True):
+class NodeTrace(msgspec.Struct, frozen=True):
     """A record of which nodes were there."""
 
     changes: tuple[NodeChange, ...]
@@ -42,7 +42,7 @@ class Trace(msgspec.Struct, frozen=True):
     """Nodes that were there at once."""
 
 
-def parse(name: str, text: str) -> Trace:
+def parse(name: str, text: str) -> NodeTrace:
     """Reads a trace. name: of the file, for errors.
 
     Raises:
@@ -59,7 +59,7 @@ def parse(name: str, text: str) -> Trace:
     return _events_csv(name, text)
 
 
-def _events_csv(name: str, text: str) -> Trace:
+def _events_csv(name: str, text: str) -> NodeTrace:
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     if not {"t_s", "node", "event"} <= set(reader.fieldnames or ()):
         raise UsageError(
@@ -74,7 +74,7 @@ def _events_csv(name: str, text: str) -> Trace:
     return _ordered(name, changes)
 
 
-def _json(name: str, text: str) -> Trace:
+def _json(name: str, text: str) -> NodeTrace:
     found: Any = decode(msgspec.json.decode, text, f"trace {name} is no JSON", error=UsageError)
     if isinstance(found, list):
         what = f'trace {name} is no list of changes; for example {{"t_s": 60, "node": "a", "up": true}}'
@@ -90,7 +90,7 @@ def _json(name: str, text: str) -> Trace:
     return _counts(name, ((i * gap_s, n) for i, n in enumerate(counts)), gap_s)
 
 
-def _dated_counts(name: str, text: str) -> Trace:
+def _dated_counts(name: str, text: str) -> NodeTrace:
     points: list[tuple[float, int]] = []
     first: datetime | None = None
     for number, line in enumerate(text.splitlines(), 1):
@@ -110,7 +110,7 @@ def _dated_counts(name: str, text: str) -> Trace:
     return _counts(name, points, 60.0)
 
 
-def _counts(name: str, points: Iterable[tuple[float, int]], last_s: float) -> Trace:
+def _counts(name: str, points: Iterable[tuple[float, int]], last_s: float) -> NodeTrace:
     there: list[str] = []
     changes: list[NodeChange] = []
     at_s, made = 0.0, 0
@@ -128,7 +128,7 @@ def _counts(name: str, points: Iterable[tuple[float, int]], last_s: float) -> Tr
     return _ordered(name, changes, at_s + last_s)
 
 
-def _ordered(name: str, changes: list[NodeChange], ends_s: float | None = None) -> Trace:
+def _ordered(name: str, changes: list[NodeChange], ends_s: float | None = None) -> NodeTrace:
     if not changes:
         raise UsageError(f"trace {name}: no node is ever there")
     times = [c.t_s for c in changes]
@@ -139,7 +139,7 @@ def _ordered(name: str, changes: list[NodeChange], ends_s: float | None = None) 
     for change in changes:
         (there.add if change.up else there.discard)(change.node)
         most = max(most, len(there))
-    return Trace(tuple(changes), times[-1] + 60.0 if ends_s is None else ends_s, most)
+    return NodeTrace(tuple(changes), times[-1] + 60.0 if ends_s is None else ends_s, most)
 
 
 def _time(at: str, text: str) -> float:

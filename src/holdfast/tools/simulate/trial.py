@@ -20,7 +20,7 @@ from holdfast.tools.simulate.cluster import Cluster
 from holdfast.tools.simulate.machine import BEGIN_S, FewNames
 from holdfast.tools.simulate.scenario import Scenario
 from holdfast.tools.simulate.steps import WallTime
-from holdfast.tools.simulate.trace import Trace
+from holdfast.tools.simulate.trace import NodeTrace
 
 NAMES = 24
 """Nodes of the core's that machines take turns in, at first: enough for the failures of the near future."""
@@ -55,7 +55,7 @@ def run(
     seed: int,
     fold: bool = True,
     one_by_one: bool = False,
-    trace: Trace | None = None,
+    trace: NodeTrace | None = None,
     note: Callable[[float, LedgerEvent], None] | None = None,
     keep: Callable[[Cluster], None] | None = None,
 ) -> Trial:
@@ -93,7 +93,9 @@ def run(
         return result(cluster)
 
 
-def run_all(scenario: Scenario, trials: int, seed: int = 0, trace: Trace | None = None) -> Iterator[Trial]:
+def run_all(
+    scenario: Scenario, trials: int, seed: int = 0, trace: NodeTrace | None = None
+) -> Iterator[Trial]:
     """Trials with seeds from `seed` on. The garbage of a trial is freed at its end: without cycles in it there is no need
     to look for any meanwhile."""
     for number in range(trials):
@@ -128,7 +130,7 @@ STARTED = datetime(2000, 1, 1, tzinfo=UTC)
 """When every simulated job began, in its ledger."""
 
 
-def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = None) -> Trial:
+def replay(scenario: Scenario, seed: int, folder: Path, trace: NodeTrace | None = None) -> Trial:
     """Runs a trial again and writes `job.sqlite`, `spec.json` and `report.json` as a real job does.
 
     Raises:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
-from holdfast.tools.simulate.arrivals import Source
-from holdfast.tools.simulate.machine import Machine
+from holdfast.tools.simulate.arrivals import FailureStream
+from holdfast.tools.simulate.machine import SimulatedMachine
 from holdfast.tools.simulate.scenario import FailureClass, Scenario
 from holdfast.tools.simulate.steps import Steps
 
@@ -27,12 +27,12 @@ class TrialView(Protocol):
     core: Core
     steps: Steps
     generation: int
-    machines: dict[str, Machine]
-    rest: list[Machine]
-    members: list[Machine]
-    savers: list[Machine]
+    machines: dict[str, SimulatedMachine]
+    rest: list[SimulatedMachine]
+    members: list[SimulatedMachine]
+    savers: list[SimulatedMachine]
     failures: dict[str, int]
-    groups: list[tuple[FailureClass, range, Source]]
+    groups: list[tuple[FailureClass, range, FailureStream]]
     group_s: list[float]
     window_s: float
     heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]
@@ -49,7 +49,7 @@ class TrialView(Protocol):
         """Before it matters, the coordinator hears of the newest checkpoint and the newest snapshot."""
         ...
 
-    def word(self, machine: Machine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
+    def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
         """What a worker says, as its agent passes it on."""
         ...
 
@@ -65,6 +65,6 @@ class TrialView(Protocol):
         """Nobody commits from now on."""
         ...
 
-    def down(self, machine: Machine, repair_s: float | None) -> None:
+    def down(self, machine: SimulatedMachine, repair_s: float | None) -> None:
         """A machine fails, silently."""
         ...

@@ -20,7 +20,7 @@ COSTS = ((30.0, 600.0), (120.0, 1800.0), (5.0, 60.0))
 """Checkpoint cost and recovery, in seconds."""
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison."""
 
     name: str
@@ -33,12 +33,12 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def validate(trials: int = 10_000) -> list[Check]:
+def validate(trials: int = 10_000) -> list[Comparison]:
     """All comparisons; takes some seconds."""
     return [*_formula(trials), *_core(), *_rates(), *_public()]
 
 
-def _formula(trials: int) -> Iterator[Check]:
+def _formula(trials: int) -> Iterator[Comparison]:
     for mtbf_h in MTBF_HOURS:
         for cost_s, recovery_s in COSTS:
             mtbf_s = mtbf_h * HOUR_S
@@ -58,7 +58,7 @@ def _formula(trials: int) -> Iterator[Check]:
                 trials,
             )
             name = f"formula, simulation: MTBF {mtbf_h:g} h, save {cost_s:g} s, recovery {recovery_s:g} s"
-            yield Check(
+            yield Comparison(
                 name=name,
                 expected=exact,
                 ours=found.goodput,
@@ -67,7 +67,7 @@ def _formula(trials: int) -> Iterator[Check]:
             )
 
 
-def _core() -> Iterator[Check]:
+def _core() -> Iterator[Comparison]:
     """The core decides, with spares enough: what a failure costs is detection, joining and the state from a peer."""
     kind = (FailureClass(name="node", scope="node", rate=0.005),)
     for nodes, peer_s in ((16, 60.0), (64, 30.0), (256, 10.0)):
@@ -81,7 +81,7 @@ def _core() -> Iterator[Check]:
         recovery_s = s.detection_s + s.join_s + s.peer_s
         mtbf_s = f.mtbf_hours(nodes, s.rate) * HOUR_S
         exact = f.goodput(mtbf_s, s.step_s, 0.0, recovery_s)
-        yield Check(
+        yield Comparison(
             name=f"formula, core: {nodes} nodes, a failure every {mtbf_s / 60:.0f} min, recovery {recovery_s:g} s",
             expected=exact,
             ours=goodput,
@@ -90,7 +90,7 @@ def _core() -> Iterator[Check]:
         )
 
 
-def _rates() -> Iterator[Check]:
+def _rates() -> Iterator[Comparison]:
     for name, failures, nodes, hours, published in (
         ("OPT-175B", 105, 124, 1440, 0.0588),
         ("Llama 3.1 405B", 417, 2000, 1296, 0.0161),
@@ -99,7 +99,7 @@ def _rates() -> Iterator[Check]:
         rate = 100 * f.rate_per_node_hour(failures, nodes, hours)
         low, high = (100 * x for x in f.rate_interval(failures, nodes * hours))
         note = f"{failures} events: 95% between {low:.4f} and {high:.4f}"
-        yield Check(
+        yield Comparison(
             name=f"{name}: failures per node-hour",
             expected=published,
             ours=rate,
@@ -109,9 +109,9 @@ def _rates() -> Iterator[Check]:
         )
 
 
-def _public() -> Iterator[Check]:
+def _public() -> Iterator[Comparison]:
     mtbf_h = f.mtbf_hours(2048, 419 / (2048 * 54 * 24))
-    yield Check(
+    yield Comparison(
         name="Llama 3: hours between failures",
         expected=3.1,
         ours=mtbf_h,
@@ -120,7 +120,7 @@ def _public() -> Iterator[Check]:
         note="419 in 54 days",
     )
     most_s = _most(lambda s: f.goodput(mtbf_h * HOUR_S, 60.0, 1.0, s), 0.9)
-    yield Check(
+    yield Comparison(
         name="Llama 3: minutes lost per failure at 90% effective time",
         expected=18.6,
         ours=mtbf_h * 60 * 0.1,
@@ -131,7 +131,7 @@ def _public() -> Iterator[Check]:
     kind = (FailureClass(name="node", scope="node", rate=0.0161e-2),)
     s = Scenario(nodes=2048, work_s=10 * DAY_S, classes=kind, spares=8, peer_s=105, detection_s=10)
     ours = run(s, 1).goodput
-    yield Check(
+    yield Comparison(
         name="Llama 3: effective time, at its rate, with 105 s from peers",
         expected=0.9,
         ours=ours,
@@ -145,7 +145,7 @@ def _public() -> Iterator[Check]:
     robust_s = f.mtbf_hours(1200, rate) * HOUR_S
     ours = f.goodput(robust_s, 60.0, 1.0, 109 + 65)
     allowed = _most(lambda x: f.goodput(robust_s, 60.0, 1.0, x), 0.97)
-    yield Check(
+    yield Comparison(
         name="ByteRobust: ETTR on 9,600 GPUs",
         expected=0.97,
         ours=ours,
@@ -155,7 +155,7 @@ def _public() -> Iterator[Check]:
         f"{allowed / 60:.0f} min per failure",
     )
     lost = 178_000 / (992 * 1440)
-    yield Check(
+    yield Comparison(
         name="OPT-175B: share of GPU-hours lost",
         expected=0.16,
         ours=lost,
@@ -164,14 +164,14 @@ def _public() -> Iterator[Check]:
         note="178,000 of 992 GPUs x 1,440 h are 12.5%; of what 16% are is not said",
     )
     rsc = 24_000 / 6.5
-    yield Check(
+    yield Comparison(
         name="Meta RSC-1: hours at 16,384 GPUs",
         expected=1.8,
         ours=rsc / 2048,
         unit="h",
         reproduced=round(rsc / 2048, 1) == 1.8,
     )
-    yield Check(
+    yield Comparison(
         name="Meta RSC-1: hours at 1,024 GPUs",
         expected=7.9,
         ours=rsc / 128,
@@ -179,7 +179,7 @@ def _public() -> Iterator[Check]:
         reproduced=None,
         note="does not follow from its own rate of 6.5 per 1,000 node-days: small jobs fail of other causes",
     )
-    yield Check(
+    yield Comparison(
         name="Llama 3: share of GPU faults (148 of 419)",
         expected=0.301,
         ours=148 / 419,

@@ -66,7 +66,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """When what came first in this start, see `other_spans.hear`."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class PositionFile(msgspec.Struct, frozen=True, kw_only=True):
     """The file beside what a tracker wrote."""
 
     position: Position = Position()
@@ -90,7 +90,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """OpenTelemetry."""
 
 
-_kept = msgspec.json.Decoder(Kept)
+_kept = msgspec.json.Decoder(PositionFile)
 
 
 class Tracker(Protocol):
@@ -125,7 +125,7 @@ class TrackerKind(Protocol):
 
 
 class KeptFile:
-    """A `Kept` in a file, of one process at a time."""
+    """A `PositionFile`, written and read, of one process at a time."""
 
     def __init__(self, path: Path) -> None:
         """Raises UsageError: another follower writes to the same target, or the file is damaged."""
@@ -145,12 +145,12 @@ class KeptFile:
                 path, _kept, "remove this file and the data that was tracked, and everything is tracked again"
             )
         except FileNotFoundError:
-            self.value = Kept()
+            self.value = PositionFile()
         except BaseException:
             self.close()
             raise
 
-    def replace(self, value: Kept) -> None:
+    def replace(self, value: PositionFile) -> None:
         """In one step, and safe from a loss of power when it returns."""
         work = self._path.with_name(self._path.name + ".new")
         with work.open("wb") as out:

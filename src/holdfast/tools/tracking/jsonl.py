@@ -13,7 +13,7 @@ from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tools.tracking.base import FileTracker, Kept
+from holdfast.tools.tracking.base import FileTracker, PositionFile
 from holdfast.tools.tracking.position import Batch, WentBack
 
 TEXT_CHARS = 1000
@@ -52,7 +52,7 @@ class JsonLines(FileTracker):
             size = out.tell()
         # After the lines are on the disk. Killed in between, the file is longer than its position says, and
         # is cut back to it at the next start.
-        self._kept.replace(Kept(position=batch.position, size_bytes=size, swaps=rewrites))
+        self._kept.replace(PositionFile(position=batch.position, size_bytes=size, swaps=rewrites))
         if rewrites:
             self._swap()
 

@@ -129,7 +129,7 @@ def not_sent(notes: Notes, now_s: float) -> Notes:
     return msgspec.structs.replace(notes, failures=notes.failures + 1, next_s=now_s + wait_s)
 
 
-Send = Callable[["Message"], None]
+Send = Callable[["Notification"], None]
 """Delivers a message. Raises NotDelivered."""
 
 
@@ -137,7 +137,7 @@ class NotDelivered(Exception):
     """Why, without the address, which is a secret."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class Notification(msgspec.Struct, frozen=True, kw_only=True):
     """What people get: also the body of a plain webhook, as JSON."""
 
     job: str
@@ -222,14 +222,14 @@ class Notifier(FileTracker):
         if new != kept:
             self._kept.replace(new)
 
-    def _message(self, notes: Notes) -> Message:
+    def _message(self, notes: Notes) -> Notification:
         lines = [f"{self._job}: {plural(len(notes.waiting) + notes.more, 'matter')} for a person"]
         for matter in notes.waiting:
             lines.append(f"- {matter.text}\n  {matter.command}")
             if (link := self._link_of(matter)) is not None:
                 lines.append(f"  {link}")
         lines += [f"and {notes.more} more: holdfast events --job {self._job}"] if notes.more else []
-        return Message(
+        return Notification(
             job=self._job,
             text="\n".join(lines),
             matters=notes.waiting,
@@ -300,7 +300,7 @@ def _secret_url(kind: str, where: str) -> str:
     return url
 
 
-def _slack(message: Message) -> dict[str, str]:
+def _slack(message: Notification) -> dict[str, str]:
     # Causes are words of strangers: their brackets would be links and mentions.
     text = message.text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return {"text": text}
@@ -321,7 +321,7 @@ async def _post(url: str, body: Any) -> None:
         raise NotDelivered(f"the webhook does not answer ({type(error).__name__})") from None
 
 
-def _mail(command: list[str], to: str, message: Message) -> None:
+def _mail(command: list[str], to: str, message: Notification) -> None:
     mail = EmailMessage()
     mail["To"] = to
     # The first line alone: a header with a line break is refused, or would begin another header.
