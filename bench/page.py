@@ -30,7 +30,7 @@ from rich.console import Console
 
 from bench.machine import ForeignCpu, conclude, introduce
 from bench.recovery.environments import ROOT, versions
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.service.ledger import SideThread
 from holdfast.coordinator.service.page import PageSource, Wakeup
@@ -220,7 +220,7 @@ async def _serve(path: Path, nodes: int, pipe: Any) -> None:
     with closing(Store(path)) as store:
         end_s = store.last_t_s()
         source = PageSource(
-            read=lambda what: reader.do(_read, path, what), state=state, index=Index(state.membership, PER_NODE),
+            read=lambda what: reader.do(_read, path, what), state=state, index=PhaseIndex(state.membership, PER_NODE),
             clock=lambda: end_s + time.monotonic() - began, news=news, job_dir=path.parent, live=True,
         )  # fmt: skip
         listener = loopback(0)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.agent.health import STALE_S, Figures
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metrics import Scrape as Page
 from holdfast.coordinator.service.tally import Tally
@@ -93,7 +93,7 @@ def test_series_of_a_node() -> None:
         ("net.rx_bytes", "eth0", 250.0),
         ("new", "x", 1.0),
     )
-    index = Index(state.membership, 1)
+    index = PhaseIndex(state.membership, 1)
     text = Page(state, index, Tally(), 1.0, readings={"n0": told}).encode()[0].decode()
     assert 'holdfast_node_gpu_utilization_ratio{gpu="0000:5d:00",node="n0"} 0.87' in text
     assert 'holdfast_node_network_received_bytes_total{interface="eth0",node="n0"} 250.0' in text

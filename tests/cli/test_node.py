@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.app import app
-from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.history import RecordKind
 from holdfast.coordinator.service.history_store import FILE_NAME, HistoryRecord, HistoryStore, now_s
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
@@ -30,7 +30,7 @@ def history(home):
                 machine="serial:X1",
                 node="node2",
                 job=job,
-                kind=Kind.INCIDENT,
+                kind=RecordKind.INCIDENT,
                 rule="xid-79",
                 text="xid-79: gone",
             )
@@ -41,7 +41,7 @@ def history(home):
             machine="serial:X1",
             node="node2",
             job="b",
-            kind=Kind.QUARANTINED,
+            kind=RecordKind.QUARANTINED,
             rule="xid-79",
             text="xid-79: gone",
         )

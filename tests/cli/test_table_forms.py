@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from holdfast import plugins
 from holdfast.cli import check
-from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.history import RecordKind
 from holdfast.coordinator.service.history_store import FILE_NAME, HistoryRecord, HistoryStore
 from holdfast.data.samples import SampleLedger
 from holdfast.engines.jobs import JobFolder
@@ -144,7 +144,7 @@ def history(home: Path) -> None:
     kept = HistoryStore(str(home / FILE_NAME))
     kept.add(
         HistoryRecord(
-            utc_s=1.7e9, machine="serial:X1", node="node2", job="a", kind=Kind.INCIDENT, rule="xid-79",
+            utc_s=1.7e9, machine="serial:X1", node="node2", job="a", kind=RecordKind.INCIDENT, rule="xid-79",
             text="xid-79: gone",
         )
     )  # fmt: skip

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.coordinator.membership import wall_time
 from holdfast.coordinator.service import job_view
@@ -141,7 +141,7 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
     }
     assert samples["holdfast_step_rate"] == status.pace.steps_per_s
     assert samples["holdfast_remaining_seconds"] == status.pace.eta_s
-    index = Index(desk.state.membership, desk.state.spec.nproc)
+    index = PhaseIndex(desk.state.membership, desk.state.spec.nproc)
     facts = job_view.page_facts(desk.state, index, desk.now, RECENT) | {
         "live": True,
         "ledger_trouble": None,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.coordinator.kernel.events import Remember
-from holdfast.coordinator.kernel.history import Kind, Remembered, standing
+from holdfast.coordinator.kernel.history import RecordKind, Remembered, standing
 from holdfast.coordinator.service.history_store import (
     HistoryError,
     HistoryRecord,
@@ -31,7 +31,9 @@ from holdfast.errors import UsageError
 DAY_S = 86_400.0
 
 
-def seen(kind: Kind = Kind.INCIDENT, days: float = 1.0, job: str = "a", **more: str) -> Remembered:
+def seen(
+    kind: RecordKind = RecordKind.INCIDENT, days: float = 1.0, job: str = "a", **more: str
+) -> Remembered:
     return Remembered(kind=kind, age_s=days * DAY_S, job=job, **more)
 
 
@@ -43,34 +45,37 @@ def test_repeated_incidents_in_several_jobs_make_a_lemon():
     assert not standing([seen(), seen(), seen()]).lemon  # one job's
     assert not standing([seen(), seen(job="b")]).lemon
     assert not standing([seen(days=40), seen(days=35, job="b"), seen(job="c")]).lemon
-    assert standing([seen(Kind.LOST), seen(Kind.LOST, job="b"), seen(job="c")]).lemon
+    assert standing([seen(RecordKind.LOST), seen(RecordKind.LOST, job="b"), seen(job="c")]).lemon
 
 
 def test_quarantine_lasts_until_checks_are_passed_or_a_person_says_so():
-    held = seen(Kind.QUARANTINED, 3.0, text="xid-79", rule="xid-79")
+    held = seen(RecordKind.QUARANTINED, 3.0, text="xid-79", rule="xid-79")
     assert standing([held]).quarantine == "xid-79"
-    assert not standing([held, seen(Kind.READMITTED)]).quarantine
-    assert not standing([held, seen(Kind.CLEARED)]).quarantine
-    assert not standing([held, seen(Kind.FALSE_POSITIVE, rule="xid-79")]).quarantine
-    assert standing([held, seen(Kind.FALSE_POSITIVE, rule="other")]).quarantine
-    assert standing([held, seen(Kind.READMITTED), held]).quarantine
+    assert not standing([held, seen(RecordKind.READMITTED)]).quarantine
+    assert not standing([held, seen(RecordKind.CLEARED)]).quarantine
+    assert not standing([held, seen(RecordKind.FALSE_POSITIVE, rule="xid-79")]).quarantine
+    assert standing([held, seen(RecordKind.FALSE_POSITIVE, rule="other")]).quarantine
+    assert standing([held, seen(RecordKind.READMITTED), held]).quarantine
 
 
 def test_a_rule_that_was_wrong_twice_is_on_trial_on_that_machine():
-    wrong = seen(Kind.FALSE_POSITIVE, rule="hot")
+    wrong = seen(RecordKind.FALSE_POSITIVE, rule="hot")
     assert standing([wrong]).trial == ()
     assert standing([wrong, wrong]).trial == ("hot",)
 
 
 def test_what_was_cleared_counts_no_more():
     bad = [seen(), seen(), seen(job="b")]
-    assert not standing([*bad, seen(Kind.CLEARED)]).lemon
-    acts = [seen(Kind.ACTED, rule="x", remedy="reboot"), seen(Kind.ACTED, rule="y", remedy="reboot")]
-    assert [r.rule for r in standing([*acts, seen(Kind.FALSE_POSITIVE, rule="x")]).acts] == ["y"]
+    assert not standing([*bad, seen(RecordKind.CLEARED)]).lemon
+    acts = [
+        seen(RecordKind.ACTED, rule="x", remedy="reboot"),
+        seen(RecordKind.ACTED, rule="y", remedy="reboot"),
+    ]
+    assert [r.rule for r in standing([*acts, seen(RecordKind.FALSE_POSITIVE, rule="x")]).acts] == ["y"]
 
 
 def test_faults_of_a_device_that_was_taken_out_are_not_the_machine_s_any_more():
-    held = seen(Kind.QUARANTINED, text="ecc", device="GPU-1")
+    held = seen(RecordKind.QUARANTINED, text="ecc", device="GPU-1")
     assert standing([held], ["GPU-1", "GPU-2"]).quarantine
     assert not standing([held], ["GPU-2"]).quarantine
     assert standing([held]).quarantine  # nobody knows what it has
@@ -79,7 +84,7 @@ def test_faults_of_a_device_that_was_taken_out_are_not_the_machine_s_any_more():
 # ---------------------------------------------------------------- where they are kept
 
 
-def entry(machine: str = "M1", kind: Kind = Kind.INCIDENT, **more: str) -> HistoryRecord:
+def entry(machine: str = "M1", kind: RecordKind = RecordKind.INCIDENT, **more: str) -> HistoryRecord:
     return HistoryRecord(utc_s=now_s(), machine=machine, node=f"node-{machine}", job="job", kind=kind, **more)
 
 
@@ -87,7 +92,7 @@ def keeps_and_finds(where: str) -> None:
     history = HistoryStore(where)
     history.add(entry(rule="xid-79", device="GPU-1", text="it's gone; drop table"))
     history.add(entry("M2", rule="ecc", device="GPU-2"))
-    history.add(entry("M2", Kind.LOST))
+    history.add(entry("M2", RecordKind.LOST))
     history.close()
     again = HistoryStore(where)
     assert [e.text for e in again.past("M1")] == ["it's gone; drop table"]
@@ -149,7 +154,7 @@ def test_a_job_reads_what_another_wrote(tmp_path):
         memory.remember(
             Remember(
                 machine="M1",
-                kind=Kind.QUARANTINED,
+                kind=RecordKind.QUARANTINED,
                 node="n1",
                 rule="xid-79",
                 device="GPU-1",
@@ -161,7 +166,7 @@ def test_a_job_reads_what_another_wrote(tmp_path):
 
     assert asyncio.run(job("first")) == ()
     [record] = asyncio.run(job("second"))
-    assert (record.kind, record.job, record.text) == (Kind.QUARANTINED, "first", "xid-79: gone")
+    assert (record.kind, record.job, record.text) == (RecordKind.QUARANTINED, "first", "xid-79: gone")
     assert record.age_s < 60
     assert said == []
 
@@ -174,7 +179,7 @@ def test_a_history_that_cannot_be_had_is_said_once_and_the_job_goes_on(tmp_path)
         memory = JobHistory(str(path), "job", said.append)
         assert await memory.past("M1", ()) == ()
         assert await memory.past("M1", ()) == ()
-        memory.remember(Remember(machine="M1", kind=Kind.LOST, node="n1"))
+        memory.remember(Remember(machine="M1", kind=RecordKind.LOST, node="n1"))
         await memory.close()
 
     asyncio.run(job())
@@ -229,7 +234,7 @@ def test_postgresql():
     async def job(name: str, where: str) -> tuple[Remembered, ...]:
         memory = JobHistory(where, name, said.append)
         known = await memory.past("M7", ())
-        memory.remember(Remember(machine="M7", kind=Kind.LOST, node="n1"))
+        memory.remember(Remember(machine="M7", kind=RecordKind.LOST, node="n1"))
         await memory.close()
         return known
 

@@ -7,11 +7,11 @@ from findings import ERROR, FATAL, come_back, finds, marked, park_all, train_on
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import transitions
-from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec, Remedy
 
-LEMON = [Remembered(kind=Kind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)]
+LEMON = [Remembered(kind=RecordKind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)]
 
 
 def sour(lemons: int = 1, **spec: object) -> Desk:

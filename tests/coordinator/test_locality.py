@@ -15,7 +15,7 @@ from counted import lines_of
 from holdfast.coordinator.membership import rank_assignment
 from holdfast.coordinator.membership.policy import assign_ranks
 from holdfast.coordinator.membership.rank_assignment import (
-    Standing,
+    WorkerPlaces,
     fewest_places,
     in_order,
     match,
@@ -114,12 +114,12 @@ def test_rows_are_within_places_as_often_as_can_be(columns, most):
 def test_those_that_are_taken_stand_near_to_whom_they_replace():
     paths = paths_of([("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")])
     tiers = dict.fromkeys(paths, (False, 0))
-    standing = Standing(paths, tiers)
+    standing = WorkerPlaces(paths, tiers)
     lost = path(("a", "x"), "gone")
     assert pick(standing, list(paths), 1, [lost], []) == ["w0"]
     assert pick(standing, ["w1", "w2"], 1, [lost], []) == ["w2"]
     # A node that failed before is taken last, however near it stands.
-    failed = Standing(paths, tiers | {"w0": (False, 1), "w3": (True, 0)})
+    failed = WorkerPlaces(paths, tiers | {"w0": (False, 1), "w3": (True, 0)})
     assert pick(failed, ["w1", "w2", "w0", "w3"], 1, [lost], []) == ["w2"]
     assert pick(failed, ["w1", "w2", "w0", "w3"], 3, [lost], []) == ["w1", "w2", "w0"]
 
@@ -152,7 +152,7 @@ def rows_of_nodes(zones, racks, nodes, shard_count):
     shards = {w: i % nodes % shard_count for i, w in enumerate(paths)}
     order = list(paths)
     random.Random(3).shuffle(order)
-    return Standing(paths, dict.fromkeys(paths, (False, 0))), {w: shards[w] for w in order}
+    return WorkerPlaces(paths, dict.fromkeys(paths, (False, 0))), {w: shards[w] for w in order}
 
 
 def generation_of(seating, shard_count):
@@ -219,7 +219,7 @@ def test_a_rack_of_4096_nodes_is_replaced_from_its_block(large):
     lost = [w for w in order if paths[w][:4] == rack]
     spares = {f"s{i}": path((f"z{i % 4}", f"b{i % 16}", f"spare{i % 16}"), f"spare{i}") for i in range(640)}
     known = paths | spares
-    standing = Standing(known, dict.fromkeys(spares, (False, 0)))
+    standing = WorkerPlaces(known, dict.fromkeys(spares, (False, 0)))
     before = Generation(
         number=1, members=tuple(Member(rank=i, worker=w, node=w, slot=0) for i, w in enumerate(order))
     )
@@ -234,7 +234,7 @@ def test_a_rack_of_4096_nodes_is_replaced_from_its_block(large):
 def test_replicas_of_32_of_4096_nodes(large):
     paths, workers = large
     number = {w: int(w[1:]) % 32 for w in workers}
-    standing = Standing(paths, dict.fromkeys(workers, (False, 0)))
+    standing = WorkerPlaces(paths, dict.fromkeys(workers, (False, 0)))
     seating = seat(None, {}, number, 32, 128, standing)
     assert all(len({paths[w][:4] for w in row}) == 1 for row in seating.replicas)
     before, lost = generation_of(seating, 32), seating.replicas[70][7]
@@ -251,7 +251,7 @@ def ranked(nodes):
 def seated(nodes):
     paths, workers = cluster(nodes)
     number = {w: int(w[1:]) % 32 for w in workers}
-    standing = Standing(paths, dict.fromkeys(workers, (False, 0)))
+    standing = WorkerPlaces(paths, dict.fromkeys(workers, (False, 0)))
     return lines_of(lambda: seat(None, {}, number, 32, nodes // 32, standing))
 
 
@@ -264,7 +264,7 @@ def replaced(nodes):
     seats = [paths[w] for w in lost]
     beside = [paths[w] for w in order if w not in gone]
     spares = {f"s{i}": path((f"z{i % 4}", f"b{i % 16}", f"spare{i}"), f"spare{i}") for i in range(nodes // 8)}
-    standing = Standing(paths | spares, dict.fromkeys(spares, (False, 0)))
+    standing = WorkerPlaces(paths | spares, dict.fromkeys(spares, (False, 0)))
     return lines_of(lambda: pick(standing, list(spares), 32, seats, beside))
 
 

@@ -6,7 +6,7 @@ from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.context import StopJob
-from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.history import RecordKind
 from holdfast.coordinator.kernel.state import JobPhase, Timer
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.tally import StepSummary
@@ -269,7 +269,7 @@ def test_a_node_that_goes_before_the_job_lets_it_go_has_left_if_it_was_announced
     assert [(i.cause, i.cause.kind) for i in desk.state.incidents] == [
         (NodeReclaimed("SIGTERM"), CauseKind.RECLAIMED)
     ]
-    assert not [r for r in desk.did(e.Remember) if r.kind is Kind.LOST]
+    assert not [r for r in desk.did(e.Remember) if r.kind is RecordKind.LOST]
     (release,) = desk.did(e.ReleaseNode)
     assert release.planned
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from holdfast.coordinator.membership.policy import Verdict, find_culprits_by_position
+from holdfast.coordinator.membership.policy import HangVerdict, find_culprits_by_position
 from holdfast.protocol.messages import WorkerView
 from holdfast.protocol.phases import GroupReading, PageReading, Phase
 
@@ -44,7 +44,7 @@ def view(
     )
 
 
-def judged(*views: WorkerView, stacks: dict[str, str] | None = None, complete: bool = True) -> Verdict:
+def judged(*views: WorkerView, stacks: dict[str, str] | None = None, complete: bool = True) -> HangVerdict:
     ranks = {v.worker: i for i, v in enumerate(views)}
     return find_culprits_by_position(views, {v.worker: 3.0 for v in views}, stacks or {}, complete, ranks)
 
@@ -53,7 +53,7 @@ def test_who_has_not_entered_what_the_others_stand_in_is_named_with_it():
     verdict = judged(
         view("a", at(21, waits=True)), view("b", at(20), steps=19), view("c", at(21, waits=True))
     )
-    assert verdict == Verdict(
+    assert verdict == HangVerdict(
         workers=("b",),
         reason="has not entered all_reduce 21 of group 0, in which others wait",
         collective="all_reduce 21 of group 0",
@@ -95,7 +95,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_not_named():
         view("b", at(8, group=one, size=2), at(5, waits=True, group=two, size=2)),
         stacks={"a": IN_C10D, "b": IN_C10D},
     )
-    assert verdict == Verdict(workers=(), reason="no worker differs from the others")
+    assert verdict == HangVerdict(workers=(), reason="no worker differs from the others")
 
 
 def test_a_collective_that_is_complete_for_its_source_is_nothing_to_wait_for():
@@ -123,7 +123,7 @@ def test_the_only_one_that_does_not_answer_while_all_others_wait_in_a_collective
 def test_without_collectives_the_fewest_optimizer_steps_tell():
     views = [view(w, steps=n, answers=False) for w, n in (("a", 20), ("b", 19), ("c", 20))]
     verdict = judged(*views)
-    assert verdict == Verdict(
+    assert verdict == HangVerdict(
         workers=("b",), reason="did 19 optimizer steps, others 20", stood_at_step=19, collective=None
     )
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.membership.rank_assignment import Seating, Standing, path, seat, wanted
+from holdfast.coordinator.membership.rank_assignment import Seating, WorkerPlaces, path, seat, wanted
 from holdfast.protocol.messages import Generation, Member
 
 
@@ -57,7 +57,7 @@ def standings(draw, workers):
         return None
     racks = st.sampled_from([(), ("a", "x"), ("a", "y"), ("b", "x")])
     paths = {w: path(draw(racks), w) for w in workers}
-    return Standing(paths, {w: (False, draw(st.integers(0, 1))) for w in workers})
+    return WorkerPlaces(paths, {w: (False, draw(st.integers(0, 1))) for w in workers})
 
 
 @given(situations())

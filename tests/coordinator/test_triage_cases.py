@@ -20,7 +20,7 @@ from findings import (
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.coordinator.kernel.state import Incident
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import EngineTraits
@@ -385,7 +385,7 @@ def test_two_reboots_for_the_same_and_the_node_is_replaced():
 
 def test_reboots_of_earlier_jobs_count():
     desk = running(2)
-    past = [Remembered(kind=Kind.ACTED, age_s=3600.0, job="old", rule="xid-79", remedy="reboot")] * 2
+    past = [Remembered(kind=RecordKind.ACTED, age_s=3600.0, job="old", rule="xid-79", remedy="reboot")] * 2
     come_back(desk, "m0", *past)
     finds(desk, "m0", "xid-79", FATAL, Remedy.REBOOT)
     assert [does for does, _ in verdicts(desk)] == ["replace"]
@@ -436,7 +436,7 @@ def test_a_machine_that_does_not_come_back_from_its_boot_is_given_up(planned):
     assert marked(desk) == ["m0"]
     assert verdicts(desk) == [("reboot", ""), ("replace", "")]
     assert "did not come back within 200 s" in str(desk.records("verdict")[-1]["reason"])
-    assert desk.did(e.Remember)[-1].kind is Kind.QUARANTINED
+    assert desk.did(e.Remember)[-1].kind is RecordKind.QUARANTINED
     come_back(desk, "m0", session="after")
     assert desk.state.membership.nodes["m0"].health.checking is not None
 
@@ -469,7 +469,7 @@ def test_a_lost_node_counts_against_its_machine_only_where_nodes_are_machines(ma
     desk.ready(desk.worker_on("m0"))
     train_on(desk)
     desk.lose("m0")
-    remembered = [a for a in desk.did(e.Remember) if a.kind is Kind.LOST]
+    remembered = [a for a in desk.did(e.Remember) if a.kind is RecordKind.LOST]
     assert [a.node for a in remembered] == (["m0"] if machines else [])
 
 
@@ -542,7 +542,7 @@ def test_what_is_well_again_before_it_is_decided_is_let_be():
 
 def test_repairs_of_one_machine_back_off():
     desk = running(3, spares=2, health=WIDE)
-    past = [Remembered(kind=Kind.ACTED, age_s=10.0, job="old", rule="ecc", remedy="reset-device")]
+    past = [Remembered(kind=RecordKind.ACTED, age_s=10.0, job="old", rule="ecc", remedy="reset-device")]
     come_back(desk, "m0", *past)
     finds(desk, "m0", "hot", ERROR, Remedy.RESET_DEVICE)
     desk.wait(5.0)
@@ -556,7 +556,7 @@ def test_repairs_of_one_machine_back_off():
 def test_a_machine_that_was_repaired_too_often_is_replaced():
     desk = running(3)
     past = [
-        Remembered(kind=Kind.ACTED, age_s=86400.0 * 4, job="old", rule=f"r{i}", remedy="reset-device")
+        Remembered(kind=RecordKind.ACTED, age_s=86400.0 * 4, job="old", rule=f"r{i}", remedy="reset-device")
         for i in range(5)
     ]
     come_back(desk, "m0", *past)
@@ -636,7 +636,11 @@ def test_a_replaced_machine_that_comes_back_owes_deep_checks():
     desk = running(2, spares=1)
     come_back(desk, "m0")
     finds(desk, "m0")
-    assert [a.kind for a in desk.did(e.Remember)] == [Kind.INCIDENT, Kind.ACTED, Kind.QUARANTINED]
+    assert [a.kind for a in desk.did(e.Remember)] == [
+        RecordKind.INCIDENT,
+        RecordKind.ACTED,
+        RecordKind.QUARANTINED,
+    ]
     come_back(desk, "m1")
     node = desk.state.membership.nodes["m1"]
     assert node.held
@@ -648,7 +652,7 @@ def test_a_replaced_machine_that_comes_back_owes_deep_checks():
     )
     assert node.held is None
     assert desk.worker_on("m1")
-    assert desk.did(e.Remember)[-1].kind is Kind.READMITTED
+    assert desk.did(e.Remember)[-1].kind is RecordKind.READMITTED
     assert desk.state.health.quarantine == {}
 
 
@@ -656,7 +660,9 @@ def test_a_replaced_machine_that_comes_back_owes_deep_checks():
 def test_a_machine_that_does_not_pass_is_turned_away(result):
     desk = running(2)
     come_back(
-        desk, "m0", Remembered(kind=Kind.QUARANTINED, age_s=60.0, job="old", rule="xid-79", text="xid-79")
+        desk,
+        "m0",
+        Remembered(kind=RecordKind.QUARANTINED, age_s=60.0, job="old", rule="xid-79", text="xid-79"),
     )
     order = desk.sent(m.RunChecks)[0][1]
     results = (CheckResult(name="memory", condition=result),) if result else ()
@@ -667,7 +673,7 @@ def test_a_machine_that_does_not_pass_is_turned_away(result):
 
 def test_deep_checks_that_never_answer():
     desk = running(2)
-    come_back(desk, "m0", Remembered(kind=Kind.QUARANTINED, age_s=60.0, job="old", rule="xid-79"))
+    come_back(desk, "m0", Remembered(kind=RecordKind.QUARANTINED, age_s=60.0, job="old", rule="xid-79"))
     desk.wait(1900.0)
     assert not desk.state.membership.nodes["m0"].alive
 
@@ -736,7 +742,9 @@ def test_the_state_stays_small_and_survives_in_a_storm_of_findings():
 
 def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
     desk = running(2)
-    given_up = Remembered(kind=Kind.QUARANTINED, age_s=60.0, job="before", rule="xid-79", text="xid-79: gone")
+    given_up = Remembered(
+        kind=RecordKind.QUARANTINED, age_s=60.0, job="before", rule="xid-79", text="xid-79: gone"
+    )
     come_back(desk, "m0", given_up)
     desk.do(e.MachineCleared("M1", "xid-63"))
     assert desk.state.membership.nodes["m0"].held
@@ -752,7 +760,7 @@ def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
 @pytest.mark.parametrize(
     ("identity", "kept"), [("serial:4c4c", ["serial:4c4c"]), ("k8s:gpu-7", []), ("", [])]
 )
-@pytest.mark.parametrize(("rule", "kind"), [("", Kind.CLEARED), ("xid-79", Kind.FALSE_POSITIVE)])
+@pytest.mark.parametrize(("rule", "kind"), [("", RecordKind.CLEARED), ("xid-79", RecordKind.FALSE_POSITIVE)])
 def test_a_word_that_no_history_has_is_remembered(identity, kept, rule, kind):
     desk = running(2, spares=1)
     come_back(desk, "m0", identity=identity)

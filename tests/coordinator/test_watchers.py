@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from holdfast.coordinator.kernel.state import CoreState, Node, Seat, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Assignment, CoreState, Node, Worker, WorkerPhase
 from holdfast.coordinator.service import job_view, routes, watchers
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
@@ -100,7 +100,7 @@ def test_who_has_the_state_of_a_checkpoint_does_not_fetch_it_any_more(told: bool
         assert generation is not None
         state.membership.generation = msgspec.structs.replace(generation, start=5)
         for member in generation.members:
-            state.membership.seats[member.worker] = Seat(rank=member.rank, restore=True)
+            state.membership.seats[member.worker] = Assignment(rank=member.rank, restore=True)
         feed, heard = StatusFeed(state, lambda: NOW), ReceivedView()
         await feed.look()
         said = heard.whole(msgspec.json.decode((await feed.whole())[1])["value"])

@@ -16,7 +16,7 @@ import pytest
 from harness import TINY, Ran, finish, start, wait_for
 
 from holdfast.agent.simulated_sources import append_kernel_lines, xid_line
-from holdfast.coordinator.kernel.history import Standing, standing
+from holdfast.coordinator.kernel.history import MachineStanding, standing
 from holdfast.coordinator.service.history_store import FILE_NAME, HistoryStore, now_s
 from holdfast.engines.client import JobClient
 
@@ -95,7 +95,7 @@ def holdfast(home: Path, *args: str) -> str:
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=100).stdout
 
 
-def known(home: Path, node: str, file: str = FILE_NAME) -> Standing:
+def known(home: Path, node: str, file: str = FILE_NAME) -> MachineStanding:
     """What follows for a node from what is remembered."""
     history = HistoryStore(str(home / file), must_exist=True)
     try:
@@ -143,7 +143,7 @@ def test_a_machine_that_was_given_up_is_not_used_by_the_next_job_until_a_person_
         assert "also in second" in holdfast(folder, "node", "clear", sick)
         assert second.event("readmitted", node=sick)["was"] == "cleared by a person"
         second.stop()
-    assert known(folder, sick) == Standing()
+    assert known(folder, sick) == MachineStanding()
 
 
 @pytest.mark.nightly
@@ -157,7 +157,7 @@ def test_a_job_whose_history_is_out_of_reach_is_told_and_remembers(folder):
         assert holdfast(folder, "node", "clear", sick).endswith("is cleared in second\n")
         assert second.event("readmitted", node=sick)["was"] == "cleared by a person"
         second.stop()
-    assert known(folder, sick, "elsewhere.sqlite") == Standing()
+    assert known(folder, sick, "elsewhere.sqlite") == MachineStanding()
 
 
 @pytest.mark.nightly

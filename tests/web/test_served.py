@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.coordinator.service.page import BATCH, FRAMES, PageSource, Wakeup
@@ -431,7 +431,7 @@ def test_a_slow_viewer_misses_nothing_and_nothing_waits_for_it(tmp_path: Path) -
 
             state = CoreState(spec=JobSpec(name="j", script="s"))
             source = PageSource(
-                read=read, state=state, index=Index(state.membership, 1), clock=lambda: 1.0, news=news, job_dir=tmp_path, live=True
+                read=read, state=state, index=PhaseIndex(state.membership, 1), clock=lambda: 1.0, news=news, job_dir=tmp_path, live=True
             )  # fmt: skip
             found: list[int] = []
             stream = source.stream(0, "")

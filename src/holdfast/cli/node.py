@@ -147,7 +147,7 @@ def clear(
     """Clears a machine: jobs use it again, and its earlier incidents no longer count."""
     import asyncio
 
-    from holdfast.coordinator.kernel.history import DOUBTED, Kind
+    from holdfast.coordinator.kernel.history import DOUBTED, RecordKind
     from holdfast.coordinator.service.history_store import HistoryRecord, machines_meant, now_s, the_one
     from holdfast.errors import UsageError
 
@@ -166,7 +166,7 @@ def clear(
                 f"{', '.join(rules) or 'none'}"
             )
         node = next(e.node for e in reversed(entries) if e.machine == machine)
-        kind = Kind.CLEARED if false_positive is None else Kind.FALSE_POSITIVE
+        kind = RecordKind.CLEARED if false_positive is None else RecordKind.FALSE_POSITIVE
         history.add(
             HistoryRecord(
                 utc_s=now_s(),
@@ -183,7 +183,7 @@ def clear(
     # the node joined, and has to be told.
     told = asyncio.run(_ask_jobs(lambda client: client.post(_clearing(machine, false_positive or ""))))
     sys.stdout.write(_cleared(machine, false_positive, f", also in {', '.join(told)}" if told else ""))
-    wrong = sum(e.kind is Kind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
+    wrong = sum(e.kind is RecordKind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
     if wrong >= DOUBTED:
         sys.stdout.write(
             f"{false_positive} was wrong on this machine {wrong} times: from now on the rule is on trial there\n"
@@ -271,11 +271,11 @@ def _summary(machine: str, entries: Sequence[HistoryRecord]) -> dict[str, Any]:
 
 def _wrong(entries: Sequence[HistoryRecord]) -> dict[str, int]:
     """Rules that people repeatedly called wrong, and how often."""
-    from holdfast.coordinator.kernel.history import DOUBTED, Kind
+    from holdfast.coordinator.kernel.history import DOUBTED, RecordKind
 
     times: dict[str, int] = {}
     for entry in entries:
-        if entry.kind is Kind.FALSE_POSITIVE:
+        if entry.kind is RecordKind.FALSE_POSITIVE:
             times[entry.rule] = times.get(entry.rule, 0) + 1
     return {rule: n for rule, n in sorted(times.items()) if n >= DOUBTED}
 

@@ -96,12 +96,12 @@ def crossings(
 ) -> list[Crossing]:
     """Of each level, with the coordinator's own decisions. count: of nodes."""
     from holdfast.checkpoint.placement import place
-    from holdfast.coordinator.membership.rank_assignment import Standing, path, pick
+    from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, path, pick
     from holdfast.tools.plan.crossing import Crossing, columns, crossing_share
 
     by_name = sorted(places, key=_natural)
     paths = {host: path(places[host], host) for host in by_name}
-    every = Standing(paths, dict.fromkeys(by_name, (False, 0)))
+    every = WorkerPlaces(paths, dict.fromkeys(by_name, (False, 0)))
     # The coordinator's own functions, here and below: a plan that placed nodes by rules of its own would be
     # right about a job that does not exist.
     chosen = set(pick(every, by_name, count, (), ()))
@@ -129,7 +129,7 @@ def crossings(
 def _replicas(workers: dict[str, Path], shards: int) -> list[tuple[str, ...]]:
     """As the coordinator seats them at the start of a job: workers are built for shards that are counted on within each
     place, and those that are too many there are built again for a replica across places."""
-    from holdfast.coordinator.membership.rank_assignment import Standing, in_order, middle, seat
+    from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, in_order, middle, seat
 
     if shards == 1:
         return [(w,) for w in in_order(list(workers), workers)]
@@ -138,7 +138,7 @@ def _replicas(workers: dict[str, Path], shards: int) -> list[tuple[str, ...]]:
     for worker, at in workers.items():
         built[worker] = used[at[:-1]] % shards
         used[at[:-1]] += 1
-    standing = Standing(workers, dict.fromkeys(workers, (False, 0)))
+    standing = WorkerPlaces(workers, dict.fromkeys(workers, (False, 0)))
     replicas = list(seat(None, {}, built, shards, len(workers), standing).replicas)
     seated = {w for row in replicas for w in row}
     rest = in_order([w for w in workers if w not in seated], workers)

@@ -48,8 +48,8 @@ from holdfast.coordinator.membership import (
     wall_time,
     workers,
 )
-from holdfast.coordinator.membership.in_process import InProcess
-from holdfast.coordinator.membership.restart import Restart
+from holdfast.coordinator.membership.in_process import InProcessMode
+from holdfast.coordinator.membership.restart import RestartMode
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -77,7 +77,7 @@ class Core(Context):
 
     def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
         super().__init__(spec, state)
-        self._restart, self._in_process = Restart(), InProcess()
+        self._restart, self._in_process = RestartMode(), InProcessMode()
         self.moved = True
         """Whether the newest events may have changed when a Tick is due."""
         self._looked = False

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.ledger import SideThread
 from holdfast.coordinator.service.page import PageSource, Wakeup
@@ -360,7 +360,7 @@ class EndedJob:
             self._source = PageSource(
                 read=self._read,
                 state=state,
-                index=Index(state.membership, state.spec.nproc),
+                index=PhaseIndex(state.membership, state.spec.nproc),
                 # Time stands still at the ledger's end. By this machine's clock an ended job
                 # would go on losing goodput.
                 clock=lambda: state.began_s + last_s,

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.coordinator.health import limits
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 
@@ -62,7 +62,7 @@ class Ailments:
         if not identity or own.random() >= self.cluster.plan.lemons:
             return ()
         return tuple(
-            Remembered(kind=Kind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)
+            Remembered(kind=RecordKind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)
         )
 
     # ------------------------------------------------------------ what is found

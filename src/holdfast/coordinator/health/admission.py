@@ -16,7 +16,7 @@ from holdfast.coordinator.kernel.context import (
     StopJob,
 )
 from holdfast.coordinator.kernel.events import Remember
-from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.coordinator.kernel.state import (
     KEPT_MACHINES,
     Act,
@@ -165,7 +165,7 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
         context.act(
             Remember(
                 machine=node.lasting,
-                kind=Kind.READMITTED,
+                kind=RecordKind.READMITTED,
                 node=node.name,
                 text=f"passed {len(took)} deep checks",
             )
@@ -190,7 +190,7 @@ def quarantine(context: Context, node: Node, reason: str, incident: Incident | N
         context.act(
             Remember(
                 machine=node.lasting,
-                kind=Kind.QUARANTINED,
+                kind=RecordKind.QUARANTINED,
                 node=node.name,
                 rule=rule,
                 device=device,
@@ -227,7 +227,7 @@ def lost(context: Context, node: Node, incident: Incident) -> None:
         context.act(
             Remember(
                 machine=node.lasting,
-                kind=Kind.LOST,
+                kind=RecordKind.LOST,
                 node=node.name,
                 text=str(incident.cause)[:400],
                 incident=incident.id,
@@ -246,7 +246,7 @@ def cleared(context: Context, machine: str, rule: str, remember: bool = False) -
     there = [n for n in context.state.membership.nodes.values() if n.machine == machine]
     names = {n.name for n in there}
     if remember and there and (lasting := there[-1].lasting):
-        kind = Kind.FALSE_POSITIVE if rule else Kind.CLEARED
+        kind = RecordKind.FALSE_POSITIVE if rule else RecordKind.CLEARED
         context.act(
             Remember(machine=lasting, kind=kind, node=there[-1].name, rule=rule, text="cleared by a person")
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import Remember
-from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.history import RecordKind
 from holdfast.coordinator.kernel.state import KEPT_ASKS, TEXT_CHARS, Incident, Node
 from holdfast.protocol import ledger
 from holdfast.protocol.health import Ask
 
 
-def remember(context: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
+def remember(context: Context, node: Node, kind: RecordKind, incident: Incident, remedy: str = "") -> None:
     """For later jobs, of machines that can be told again."""
     # Only machines that can be told again. A name is given to another machine tomorrow, and would carry this
     # one's record.

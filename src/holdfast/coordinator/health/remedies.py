@@ -19,7 +19,7 @@ from holdfast.coordinator.kernel.context import (
     LetGo,
     RemoveNode,
 )
-from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.history import RecordKind
 from holdfast.coordinator.kernel.state import Act, Incident, Node, NodePhase, Worker, WorkerPhase
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -52,7 +52,7 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
     # Noted before it is done: if this process dies in between, the next one counts an act too many, which is
     # safe. One too few could exceed the limit.
     limits.entered(context, act)
-    notes.remember(context, node, Kind.ACTED, incident, remedy.value)
+    notes.remember(context, node, RecordKind.ACTED, incident, remedy.value)
     if remedy is Remedy.RESTART_WORKER:
         _restart(context, node, incident, act)
     elif planned:

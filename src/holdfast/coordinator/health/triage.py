@@ -13,7 +13,7 @@ from holdfast.coordinator.health import limits, notes, remedies
 from holdfast.coordinator.health.limits import Decision
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.history import RecordKind
 from holdfast.coordinator.kernel.state import (
     KEPT_ASKS,
     KEPT_SIGHTINGS,
@@ -225,7 +225,7 @@ def decide(context: Context, incident: Incident) -> None:
     _verdict(context, node, incident, decision, decision.does)
     incident.does = decision.does
     limits.count_act(context, decision.does)
-    notes.remember(context, node, Kind.INCIDENT, incident)
+    notes.remember(context, node, RecordKind.INCIDENT, incident)
     remedies.begin(context, node, incident, decision.does, planned=not fatal)
 
 
@@ -233,7 +233,7 @@ def escalated(context: Context, node: Node, incident: Incident, does: Remedy, re
     """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
     incident.does = does
     _verdict(context, node, incident, Decision(does=does, reason=reason), does)
-    notes.remember(context, node, Kind.ACTED, incident, does.value)
+    notes.remember(context, node, RecordKind.ACTED, incident, does.value)
 
 
 def _withhold(context: Context, node: Node, incident: Incident, decision: Decision) -> None:

@@ -21,7 +21,7 @@ from holdfast.coordinator.kernel.events import (
     Send,
 )
 from holdfast.coordinator.kernel.history import Remembered
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import (
     Blame,
     CoreState,
@@ -62,7 +62,7 @@ class Context(ABC):
         self.spec = self.state.spec
         self.timing = self.spec.timing
         self.watch = Watch(self.state.membership, self.timing)
-        self.index = Index(self.state.membership, self.spec.nproc)
+        self.index = PhaseIndex(self.state.membership, self.spec.nproc)
         self.now = 0.0
         self._next_s = 0.0
         self._again = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.protocol.causes import Cause, ConnectionClosed
 from holdfast.protocol.engine_orders import (
     Capacity,
@@ -202,7 +202,7 @@ class Remember(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: str
     """Its lasting identity, else its node's name."""
-    kind: Kind
+    kind: RecordKind
     node: str
     rule: str = ""
     device: str = ""

@@ -24,7 +24,7 @@ KEPT_RECORDS = 64
 """Newest records of a machine that are looked at."""
 
 
-class Kind(StrEnum):
+class RecordKind(StrEnum):
     """What is remembered of a machine."""
 
     INCIDENT = "incident"  # a rule found a fault on it
@@ -39,7 +39,7 @@ class Kind(StrEnum):
 class Remembered(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One record of a machine."""
 
-    kind: Kind
+    kind: RecordKind
     age_s: float
     """Wall time since it was written."""
     job: str = ""
@@ -54,7 +54,7 @@ class Remembered(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The one that was begun; else empty."""
 
 
-class Standing(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class MachineStanding(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What follows from a machine's records."""
 
     quarantine: str = ""
@@ -73,7 +73,7 @@ class Standing(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """In how many jobs those were."""
 
 
-def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Standing:
+def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> MachineStanding:
     """records: of the machine and of its devices, oldest first. devices: what it has now; faults of devices that were
     taken out since are not its own any more."""
     quarantine = ""
@@ -88,33 +88,35 @@ def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Stan
         match record.kind:
             # A person's word is stronger than any count: whatever came before is forgotten, also what would
             # make a lemon.
-            case Kind.CLEARED:
+            case RecordKind.CLEARED:
                 quarantine, counting = "", []
-            case Kind.FALSE_POSITIVE:
+            case RecordKind.FALSE_POSITIVE:
                 wrong[record.rule] = wrong.get(record.rule, 0) + 1
                 # Only this rule's records are wrong. A quarantine for something else stands, which is why the
                 # rule is kept beside the reason.
                 counting = [r for r in counting if r.rule != record.rule]
                 quarantine = "" if by_rule == record.rule else quarantine
-            case Kind.QUARANTINED:
+            case RecordKind.QUARANTINED:
                 quarantine, by_rule = record.text or record.rule or "it was replaced", record.rule
-            case Kind.READMITTED:
+            case RecordKind.READMITTED:
                 quarantine = ""
             case _:
                 counting.append(record)
     # Incidents and losses only: a remedy that was begun for one of them would count the same fault twice.
-    faults = [r for r in counting if r.kind in (Kind.INCIDENT, Kind.LOST) and r.age_s <= LEMON_WINDOW_S]
+    faults = [
+        r for r in counting if r.kind in (RecordKind.INCIDENT, RecordKind.LOST) and r.age_s <= LEMON_WINDOW_S
+    ]
     jobs = {r.job for r in faults}
     lemon = ""
     # At least two jobs, because one broken script can crash a healthy machine many times in one job.
     if len(faults) >= LEMON_INCIDENTS and len(jobs) >= LEMON_JOBS:
         lemon = f"{len(faults)} incidents in {len(jobs)} jobs within {LEMON_WINDOW_S / DAY_S:g} days"
-    return Standing(
+    return MachineStanding(
         quarantine=quarantine,
         by_rule=by_rule if quarantine else "",
         lemon=lemon,
         trial=tuple(sorted(rule for rule, times in wrong.items() if times >= DOUBTED)),
-        acts=tuple(r for r in counting if r.kind is Kind.ACTED and r.remedy in set(Remedy)),
+        acts=tuple(r for r in counting if r.kind is RecordKind.ACTED and r.remedy in set(Remedy)),
         incidents=len(faults),
         jobs=len(jobs),
     )

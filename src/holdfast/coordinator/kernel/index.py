@@ -75,7 +75,7 @@ def _listed(*groups: _InOrder[T]) -> list[T]:
     return [one for _, one in sorted((x for entries in found for x in entries), key=lambda x: x[0])]
 
 
-class Index:
+class PhaseIndex:
     """Where nodes and workers are found without a look at all. Written by `transitions` alone.
 
     It is no part of the state: each process makes it from the state that it starts with. `differences` compares both,
@@ -239,7 +239,7 @@ class Index:
 
     def differences(self) -> Iterator[str]:
         """Where it is not what a look at the whole state gives."""
-        fresh = Index(self._membership, self._nproc)
+        fresh = PhaseIndex(self._membership, self._nproc)
         for name, kept, seen in zip(_KINDS, self._contents(), fresh._contents(), strict=True):
             if kept != seen:
                 yield f"the index has other {name} than the state: {kept}, not {seen}"

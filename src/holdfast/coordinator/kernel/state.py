@@ -595,7 +595,7 @@ SIZES_KEPT = 512
 """Changes of the world's size that a report can tell of."""
 
 
-class Standing(msgspec.Struct, frozen=True):
+class StandingNotice(msgspec.Struct, frozen=True):
     """A notice that the scripts were told and that was not withdrawn."""
 
     number: int
@@ -683,7 +683,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Why others are taken first: it failed in several jobs. Empty: it did not."""
     memory: NodeMemory = msgspec.field(default_factory=NodeMemory)
     health: NodeHealth = msgspec.field(default_factory=NodeHealth)
-    notice: Standing | None = None
+    notice: StandingNotice | None = None
     """What its scripts were told of its leaving; None: nothing that still stands."""
 
     @property
@@ -764,7 +764,7 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     None: it was not told."""
 
 
-class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A member's own part of the newest generation: what its JoinGeneration says beside the generation
     itself, fields as there.
 
@@ -787,7 +787,7 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
 
 
-class Change(msgspec.Struct, kw_only=True):
+class PlannedChange(msgspec.Struct, kw_only=True):
     """One planned change of the membership, from the last commit before it to the first one after."""
 
     id: int
@@ -965,7 +965,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Of the newest generation; 0: there was none."""
     generation: Generation | None = None
     """The newest; None: there was none at this level."""
-    seats: dict[str, Seat] = {}
+    seats: dict[str, Assignment] = {}
     """Of the newest generation's members, by worker."""
     givers: tuple[tuple[int, ...], ...] = ()
     """Of each position, the ranks that its state is fetched from."""
@@ -1015,7 +1015,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Why the job was asked to end, or gave up, in words; None: it was not."""
     stop_cause: NoticeCause | None = None
     """The same for programs; None: it was not stopped."""
-    notice: Standing | None = None
+    notice: StandingNotice | None = None
     """What all scripts were told of the end of the job."""
     notices: int = 0
     """Notices that were ever given: numbers them."""
@@ -1044,7 +1044,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Nodes that may be asked for beside the restart budget."""
     grows: bool = False
     """At level 0: all start again when there are nodes for a larger size that was asked for."""
-    changes: list[Change] = []
+    changes: list[PlannedChange] = []
     changed: ChangeTotals = msgspec.field(default_factory=ChangeTotals)
     change_reason: str | None = None
     """Why the generation that ends now does, as planned."""
@@ -1109,7 +1109,7 @@ class HeldShard(msgspec.Struct):
     """Those that were asked to hold it too, and have not answered."""
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
+class MemorySnapshot(msgspec.Struct, kw_only=True):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several shards of one
     rank."""
 
@@ -1258,7 +1258,7 @@ class StorageState(msgspec.Struct, kw_only=True):
     summing: list[Summing] = []
     last_failed: list[str] = []
     """Tiers that did not take the last state."""
-    snapshots: list[Snapshot] = []
+    snapshots: list[MemorySnapshot] = []
     told_complete: tuple[int, int | None] | None = None
     """What agents were told last of complete snapshots: the newest, and an older one that is kept beside it."""
     rewinds: list[Rewind] = []

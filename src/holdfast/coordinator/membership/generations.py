@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context, ReportUnreadable, RewindTo, SpreadCopies
-from holdfast.coordinator.kernel.state import JobPhase, Seat, Snapshot, Timer, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Assignment, JobPhase, MemorySnapshot, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     nodes,
     policy,
@@ -281,13 +281,13 @@ class _Start:
 
     step: int
     """Committed steps."""
-    outcome: policy.Outcome
+    outcome: policy.StepResolution
     """What the step in flight becomes."""
     holders: frozenset[str]
     """Workers that have the state."""
     restore: frozenset[str]
     """Workers that fetch it."""
-    snapshot: Snapshot | None = None
+    snapshot: MemorySnapshot | None = None
     """All go back to this one; None: to none in memory."""
     durable: Durable | None = None
     """All go back to this one; None: to none in a durable tier."""
@@ -403,7 +403,7 @@ def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[
     # No prepared gradient may be applied: it was computed from the state that is being left behind.
     return _Start(
         step=step,
-        outcome=policy.Outcome(None),
+        outcome=policy.StepResolution(None),
         holders=holders,
         restore=restore,
         snapshot=snapshot,
@@ -435,7 +435,7 @@ def _seat(context: Context, generation: m.Generation, start: _Start) -> None:
         reads = start.durable is not None and gives
         copy, sources, others = _where_saved(context, worker, start.snapshot)
         restores = worker.name in start.restore
-        seat = Seat(
+        seat = Assignment(
             rank=member.rank,
             apply=worker.name in start.outcome.apply,
             restore=restores,
@@ -452,7 +452,7 @@ def _seat(context: Context, generation: m.Generation, start: _Start) -> None:
 
 
 def _where_saved(
-    context: Context, worker: Worker, snapshot: Snapshot | None
+    context: Context, worker: Worker, snapshot: MemorySnapshot | None
 ) -> tuple[Copy | None, tuple[Holder, ...], tuple[tuple[Copy, tuple[Holder, ...]], ...]]:
     """A worker's shard of a snapshot and who has it; or, of a snapshot of another shape, all shards."""
     if snapshot is None:
@@ -489,7 +489,7 @@ def _source(start: _Start) -> str:
     return "memory" if start.snapshot else "disk" if start.durable else "fresh"
 
 
-def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:
+def _enroll(context: Context, worker: Worker, seat: Assignment, start: int) -> None:
     # Order matters little here, since nothing is sent before the batch is written. But `queries.form` reads
     # the seat, so the seat must be in the state.
     transitions.enter(context, worker, WorkerPhase.MEMBER)

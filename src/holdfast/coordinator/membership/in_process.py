@@ -21,7 +21,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
 
 
-class InProcess:
+class InProcessMode:
     """Mode: see `holdfast.coordinator.kernel.context`."""
 
     replaces_one = True

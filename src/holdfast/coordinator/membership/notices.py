@@ -7,7 +7,7 @@ later. So a notice costs one message for each node that it is about.
 from __future__ import annotations
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Node, Standing
+from holdfast.coordinator.kernel.state import Node, StandingNotice
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import JobGoing
@@ -23,7 +23,7 @@ def standing(context: Context, node: Node) -> tuple[Notice, ...]:
     return tuple(_as_told(context, going, notice) for going, notice in told if notice is not None)
 
 
-def _as_told(context: Context, going: Going, notice: Standing) -> Notice:
+def _as_told(context: Context, going: Going, notice: StandingNotice) -> Notice:
     left_s = None if notice.until_s is None else max(0.0, notice.until_s - context.now)
     return Notice(
         number=notice.number, going=going, cause=notice.cause, reason=notice.reason, deadline_s=left_s
@@ -91,15 +91,15 @@ def _tell_all(context: Context) -> None:
 # ---------------------------------------------------------------- both
 
 
-def _is_news(known: Standing | None, until_s: float | None) -> bool:
+def _is_news(known: StandingNotice | None, until_s: float | None) -> bool:
     """Whether a deadline differs from what the scripts know. One that is not known any more is none."""
     if known is None:
         return True
     return until_s is not None and (known.until_s is None or abs(until_s - known.until_s) > MOVED_S)
 
 
-def _new(context: Context, cause: NoticeCause, reason: str, until_s: float | None) -> Standing:
+def _new(context: Context, cause: NoticeCause, reason: str, until_s: float | None) -> StandingNotice:
     # A number is given once in a job, and the count is in the state. A script that keeps the numbers it has
     # handled would otherwise ignore the first notice of a coordinator that took over.
     context.state.membership.notices += 1
-    return Standing(context.state.membership.notices, cause, reason, until_s)
+    return StandingNotice(context.state.membership.notices, cause, reason, until_s)

@@ -26,7 +26,7 @@ class Report(msgspec.Struct, frozen=True):
     """It holds the complete reduced gradient of step `committed`."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class StepResolution(msgspec.Struct, frozen=True):
     """What the step in flight becomes."""
 
     start: int | None
@@ -39,7 +39,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Workers that have the state of `start`, those that apply first among them."""
 
 
-def settle(reports: Mapping[str, Report]) -> Outcome:
+def settle(reports: Mapping[str, Report]) -> StepResolution:
     """Commit if anyone did, or if everyone could; otherwise compute the step again. docs/architecture/step.md says why."""
     # The vote. Every worker made its update only after it knew that all others could make it too
     # ("prepared"): so if anyone committed, everyone that is alive has the gradient, and the step can be
@@ -47,7 +47,7 @@ def settle(reports: Mapping[str, Report]) -> Outcome:
     # it again). There is no third case, and that is why a fault costs at most the step in flight.
     held = {w: r for w, r in reports.items() if r.committed is not None}
     if not held:
-        return Outcome(start=None, restore=frozenset(reports))
+        return StepResolution(start=None, restore=frozenset(reports))
     newest = max(r.committed for r in held.values() if r.committed is not None)
     at_newest = {w for w, r in held.items() if r.committed == newest}
     # All stand at the same step and all hold its complete reduced gradient. The step counts, although nobody
@@ -62,7 +62,7 @@ def settle(reports: Mapping[str, Report]) -> Outcome:
         # and gets the state from a holder.
         apply = frozenset(w for w, r in held.items() if r.committed == newest - 1 and r.prepared)
         holders, start = apply | at_newest, newest
-    return Outcome(start=start, apply=apply, restore=frozenset(reports) - holders, holders=holders)
+    return StepResolution(start=start, apply=apply, restore=frozenset(reports) - holders, holders=holders)
 
 
 def assign_ranks(
@@ -111,7 +111,7 @@ def assign_ranks(
     return [worker if worker is not None else next(waiting) for worker in slots]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds the others up, and how that was told."""
 
     workers: tuple[str, ...]
@@ -142,7 +142,7 @@ def find_culprits(
     stacks: Mapping[str, str],
     complete: bool = True,
     ranks: Mapping[str, int] | None = None,
-) -> Verdict:
+) -> HangVerdict:
     """Who of the members of a generation that stands still is the odd one out.
 
     In this order: stopped processes; workers that have not even begun to join; workers that stand still while they
@@ -157,7 +157,7 @@ def find_culprits(
     # one further down would be right.
     stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
-        return Verdict(workers=stopped, reason="its process is stopped")
+        return HangVerdict(workers=stopped, reason="its process is stopped")
     # Each worker has its own limit: the first step compiles, a checkpoint may wait for a slow tier. One limit
     # for all would either kill compiling workers or find real hangs minutes late.
     still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
@@ -165,32 +165,32 @@ def find_culprits(
     # although its peers, who wait in the connecting phase, look just as still.
     absent = tuple(v.worker for v in still if v.page.generation < v.formed)
     if absent:
-        return Verdict(workers=absent, reason="did not act on the order to join the generation")
+        return HangVerdict(workers=absent, reason="did not act on the order to join the generation")
     waiting = [v for v in views if _waits(v)]
     busy = [v for v in still if not _waits(v)]
     # One computes while others wait for it. Waiting itself is never a fault: everyone who waits has told the
     # page for whom, so the chain ends at somebody who does not wait.
     if busy and waiting and all(v.page.phase in OUTSIDE_PHASES for v in busy):
-        return Verdict(workers=tuple(v.worker for v in busy), reason=_OUTSIDE)
+        return HangVerdict(workers=tuple(v.worker for v in busy), reason=_OUTSIDE)
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.page.phase).name.lower() for v in busy}))
-        return Verdict(
+        return HangVerdict(
             workers=tuple(v.worker for v in busy),
             reason=f"makes no progress in {names} while others wait for it",
         )
     # From here on the verdict is "who is furthest behind", a comparison. If a member was not seen, it may be
     # the one that is behind, and the worst of those that were seen would be taken out for nothing.
     if not complete:
-        return Verdict(workers=(), reason="not every worker reported its position")
+        return HangVerdict(workers=(), reason="not every worker reported its position")
     if len(busy) == len(views) == 1:
-        return Verdict(
+        return HangVerdict(
             workers=(busy[0].worker,), reason=f"makes no progress in {Phase(busy[0].page.phase).name.lower()}"
         )
     # Somebody still moves. What looks like a hang may be the others' wait for a slow step, and time will
     # tell: the next stall report asks again.
     at_work = {v.page.phase for v in views if v not in still and not _waits(v)}
     if at_work:
-        return Verdict(
+        return HangVerdict(
             workers=(),
             reason=f"some workers are still busy: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}",
         )
@@ -209,17 +209,17 @@ def find_culprits(
         # other one's turn comes if the hang does.
         if pair and set(behind) >= set(pair):
             names = " and ".join(str((ranks or {})[w]) for w in pair)
-            return Verdict(
+            return HangVerdict(
                 workers=pair,
                 reason=f"ranks {names} wait for each other, so the network between them is suspect",
                 one_of=True,
             )
         if len(behind) < len(waiting):
-            return Verdict(workers=behind, reason="waits at an earlier point than the others")
+            return HangVerdict(workers=behind, reason="waits at an earlier point than the others")
     # Stacks are compared only of a job that stands still as a whole. Of a job that moves they are taken at
     # different moments, differ by chance, and the odd one would be innocent.
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
-        return Verdict(workers=(), reason="some workers make progress again")
+        return HangVerdict(workers=(), reason="some workers make progress again")
     return odd_stack(views, stacks)
 
 
@@ -239,7 +239,7 @@ def _waits(view: WorkerView) -> bool:
     return page.phase in WAITING_PHASES or (page.phase == Phase.TRANSFER and page.waits_for >= 0)
 
 
-def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Verdict | None:
+def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> HangVerdict | None:
     """The members do not get connected. Whoever is missed is asked, too: it may be calling those who miss it, and their
     ports do not take its call. So only who calls nobody is at fault for certain. Where each one misses another, it may be
     either's port or the network, and whatever blocks it may have gone by the next generation; if it has not, the one
@@ -254,12 +254,12 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     # Being missed is no proof: a worker that misses others may itself be unreachable. Calling nobody is a
     # proof, because everyone starts to call at once.
     if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
-        return Verdict(workers=deaf, reason="does not open a connection while others wait for it")
+        return HangVerdict(workers=deaf, reason="does not open a connection while others wait for it")
     most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
     missing = ", ".join(
         f"rank {ranks[a]} waits for rank {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
     )
-    return Verdict(
+    return HangVerdict(
         workers=most,
         reason=f"the workers cannot connect to each other: {missing}",
         one_of=len(most) > 1,
@@ -282,14 +282,14 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
     return pairs.pop() if len(pairs) == 1 and len(waiting) > 2 else ()
 
 
-def odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
+def odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> HangVerdict:
     """Who stands where the others do not. For workers of which every one stands still."""
     groups = health_stacks.cluster({v.worker: stacks.get(v.worker, "") for v in views})
     odd = health_stacks.odd_ones(groups)
     return (
-        Verdict(workers=(), reason="no worker differs from the others")
+        HangVerdict(workers=(), reason="no worker differs from the others")
         if odd is None
-        else Verdict(workers=odd.workers, reason=odd.reason)
+        else HangVerdict(workers=odd.workers, reason=odd.reason)
     )
 
 
@@ -370,7 +370,7 @@ def find_culprits_by_position(
     stacks: Mapping[str, str],
     complete: bool = True,
     ranks: Mapping[str, int] | None = None,
-) -> Verdict:
+) -> HangVerdict:
     """Who of the workers of a script at level 0 or 1 the others wait for.
 
     In this order: stopped processes; workers that have not entered a collective in which others wait, and wait for
@@ -389,17 +389,17 @@ def _judge(
     stacks: Mapping[str, str],
     complete: bool,
     world: int,
-) -> Verdict:
+) -> HangVerdict:
     # Of a stopped process no collective is known. It may have been stopped inside of the one in which the others wait.
     stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
-        return Verdict(workers=stopped, reason="its process is stopped")
+        return HangVerdict(workers=stopped, reason="its process is stopped")
     # Everything below compares. The one that was not seen may be the one that all wait for, and one that still
     # moves will soon be where the others are.
     if not complete:
-        return Verdict(workers=(), reason="not every worker reported its position")
+        return HangVerdict(workers=(), reason="not every worker reported its position")
     if any(v.idle_s < allowed_s[v.worker] for v in views):
-        return Verdict(workers=(), reason="some workers still do optimizer steps")
+        return HangVerdict(workers=(), reason="some workers still do optimizer steps")
     waiting = _waiting(views, stacks)
     return (
         _behind_in_collectives(views, waiting)
@@ -445,7 +445,7 @@ def _groups(views: Sequence[WorkerView]) -> list[_Group]:
     return [found[name] for name in sorted(found)]
 
 
-def _behind_in_collectives(views: Sequence[WorkerView], waiting: frozenset[str]) -> Verdict | None:
+def _behind_in_collectives(views: Sequence[WorkerView], waiting: frozenset[str]) -> HangVerdict | None:
     """A chain of waiting ends at somebody who waits for nobody. Where it does not end, because ranks wait for each other in
     different groups, nobody is to be told from the others by this."""
     behind: dict[str, str] = {}
@@ -462,12 +462,12 @@ def _behind_in_collectives(views: Sequence[WorkerView], waiting: frozenset[str])
         return None
     workers = tuple(v.worker for v in views if v.worker in behind)
     collective = behind[workers[0]]
-    return Verdict(
+    return HangVerdict(
         workers=workers, reason=f"has not entered {collective}, in which others wait", collective=collective
     )
 
 
-def _without_answer(views: Sequence[WorkerView], waiting: frozenset[str], world: int) -> Verdict | None:
+def _without_answer(views: Sequence[WorkerView], waiting: frozenset[str], world: int) -> HangVerdict | None:
     """One does not say where it is: it may hold its interpreter, which a thread that waits in a collective does not. If all
     others stand in the same collective of all ranks, that is what it has not entered."""
     silent = tuple(v.worker for v in views if v.groups is None)
@@ -481,11 +481,11 @@ def _without_answer(views: Sequence[WorkerView], waiting: frozenset[str], world:
             continue
         if all(r.waits and r.entered == at.entered for r in group.readings.values()):
             reason = f"did not report its position, while all others wait in {_named(at)}"
-            return Verdict(workers=silent, reason=reason, collective=_named(at))
+            return HangVerdict(workers=silent, reason=reason, collective=_named(at))
     return None
 
 
-def _behind_in_steps(views: Sequence[WorkerView], waiting: frozenset[str]) -> Verdict | None:
+def _behind_in_steps(views: Sequence[WorkerView], waiting: frozenset[str]) -> HangVerdict | None:
     """Ranks that train together make their optimizer steps together."""
     # A rank without any has no optimizer of torch's, or none that steps: it is not behind.
     steps = {v.worker: v.page.committed for v in views if v.page.committed}
@@ -495,4 +495,4 @@ def _behind_in_steps(views: Sequence[WorkerView], waiting: frozenset[str]) -> Ve
     behind = tuple(w for w, count in steps.items() if count == least and w not in waiting)
     if not behind:
         return None
-    return Verdict(workers=behind, reason=f"did {least} optimizer steps, others {most}")
+    return HangVerdict(workers=behind, reason=f"did {least} optimizer steps, others {most}")

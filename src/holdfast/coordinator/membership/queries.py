@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import CoreState, Node, NodePhase, Worker, WorkerPhase, by_the_day
-from holdfast.coordinator.membership.rank_assignment import Standing, path
+from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, path
 from holdfast.formulas import idle_share
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
@@ -21,7 +21,7 @@ GAIN_SHARE = 0.5
 """And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
 
 
-def standing(context: Context, workers: Iterable[Worker]) -> Standing | None:
+def standing(context: Context, workers: Iterable[Worker]) -> WorkerPlaces | None:
     """Where these workers and the members of the newest generation stand; None: of no node it is known."""
     membership = context.state.membership
     if not context.index.any_place:
@@ -29,7 +29,9 @@ def standing(context: Context, workers: Iterable[Worker]) -> Standing | None:
     where = {x.worker: x.node for x in membership.generation.members} if membership.generation else {}
     where |= {w.name: w.node for w in workers}
     paths = {w: path(membership.nodes[n].place if n in membership.nodes else (), n) for w, n in where.items()}
-    return Standing(paths, {w: tier(membership.nodes[n]) for w, n in where.items() if n in membership.nodes})
+    return WorkerPlaces(
+        paths, {w: tier(membership.nodes[n]) for w, n in where.items() if n in membership.nodes}
+    )
 
 
 def tier(node: Node) -> tuple[bool, int]:

@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Hashable)
 # Nothing is decided here for a job of which no place is known.
 
 
-class Standing(msgspec.Struct, frozen=True):
+class WorkerPlaces(msgspec.Struct, frozen=True):
     """Where workers stand, and which of the newcomers are to be taken first."""
 
     paths: Mapping[str, Path]
@@ -64,7 +64,11 @@ def in_order(workers: Sequence[str], paths: Mapping[str, Path]) -> list[str]:
 
 
 def pick(
-    standing: Standing, newcomers: Sequence[str], count: int, seats: Iterable[Path], beside: Iterable[Path]
+    standing: WorkerPlaces,
+    newcomers: Sequence[str],
+    count: int,
+    seats: Iterable[Path],
+    beside: Iterable[Path],
 ) -> list[str]:
     """So many of the newcomers: the better tiers first, and of a tier those that stand nearest to the seats that are free.
     With no such seat left, those that make the job stand in few places.
@@ -184,7 +188,7 @@ def seat(
     newcomers: Mapping[str, int],
     shard_count: int,
     most: int,
-    standing: Standing | None = None,
+    standing: WorkerPlaces | None = None,
 ) -> Seating:
     """As many complete replicas as can be, at most `most`.
 
@@ -248,7 +252,7 @@ def _fill(
     replicas: list[dict[int, str]],
     waiting: Sequence[Sequence[str]],
     fresh: Sequence[Sequence[str]],
-    standing: Standing,
+    standing: WorkerPlaces,
 ) -> None:
     """Gives every replica the workers that it lacks. waiting, fresh: of each shard, survivors without a seat, and
     newcomers."""
@@ -273,7 +277,7 @@ def _fill(
         replicas[r] = dict(enumerate(row))
 
 
-def _in_order(replicas: Sequence[dict[int, str]], standing: Standing) -> list[dict[int, str]]:
+def _in_order(replicas: Sequence[dict[int, str]], standing: WorkerPlaces) -> list[dict[int, str]]:
     by_first = {row[0]: row for row in replicas}
     stands = {row[0]: middle([standing.paths[w] for w in row.values()]) for row in replicas}
     return [by_first[w] for w in in_order(list(by_first), stands)]

@@ -12,11 +12,11 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import ApplyRemedy, Context, DropCopies, HandOver, NoteNodeLost
 from holdfast.coordinator.kernel.state import (
-    Change,
     CoreState,
     JobPhase,
     Node,
     NodePhase,
+    PlannedChange,
     Timer,
     Worker,
     WorkerPhase,
@@ -325,7 +325,7 @@ def _choose_rows(
     survivors: list[Worker],
     staying: list[Worker],
     fresh: list[Worker],
-    outcome: policy.Outcome,
+    outcome: policy.StepResolution,
 ) -> tuple[list[Worker], list[Worker]]:
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
@@ -460,7 +460,7 @@ def formed(context: Context, before: int, after: int, newcomers: int) -> None:
         membership.grew_at_s = context.now
     leaving = {node.name for node in context.nodes_in(NodePhase.LEAVING)}
     number = membership.changes[-1].id + 1 if membership.changes else 1
-    change = Change(
+    change = PlannedChange(
         id=number,
         reason=reason,
         at_step=membership.committed,
@@ -505,7 +505,7 @@ def committed(context: Context, now: float) -> None:
     context.record(describe(s, change))
 
 
-def describe(state: CoreState, change: Change) -> ledger.Changed:
+def describe(state: CoreState, change: PlannedChange) -> ledger.Changed:
     """The change as the report shows it. stall_s: from the last commit to the next, less a median step."""
     return ledger.Changed(
         id=change.id,

@@ -22,7 +22,7 @@ from holdfast.coordinator.membership import (
     step_accounting,
     wall_time,
 )
-from holdfast.coordinator.membership.rank_assignment import Standing, in_order, path, pick
+from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, in_order, path, pick
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -35,7 +35,7 @@ LOOK_AGAIN = 15
 """So many detection times after a look that found somebody at work comes the next."""
 
 
-class Restart:
+class RestartMode:
     """Mode: see `holdfast.coordinator.kernel.context`."""
 
     replaces_one = False
@@ -228,7 +228,7 @@ def _in_order(context: Context, usable: list[Node], count: int) -> list[Node]:
     if not context.index.any_place:
         return sorted(usable[:count], key=lambda n: came[n.name])
     paths = {n.name: path(n.place, n.name) for n in usable}
-    standing = Standing(paths, {n.name: queries.tier(n) for n in usable})
+    standing = WorkerPlaces(paths, {n.name: queries.tier(n) for n in usable})
     # Every start begins anew, so there are no seats to fill: whoever is taken, the job stands in few places.
     chosen = sorted(pick(standing, [n.name for n in usable], count, (), ()), key=came.__getitem__)
     nodes_by_name = {n.name: n for n in usable}

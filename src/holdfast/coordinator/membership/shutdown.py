@@ -53,7 +53,7 @@ def request(
     stop_s = max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
     s.deadlines.set(Timer.STOP, context.now + stop_s)
     context.record(ledger.StopRequested(reason=reason, outcome=outcome))
-    # At level 0 and 1 processes are killed after this time, see `Restart.advance`.
+    # At level 0 and 1 processes are killed after this time, see `RestartMode.advance`.
     ours_s = stop_s if context.mode.replaces_one else context.timing.stop_s / 2
     notices.job_ends(context, reason, cause, ours_s if within_s is None else min(ours_s, within_s))
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from holdfast.coordinator.kernel.events import Remember
-from holdfast.coordinator.kernel.history import KEPT_RECORDS, Kind, Remembered
+from holdfast.coordinator.kernel.history import KEPT_RECORDS, RecordKind, Remembered
 from holdfast.coordinator.service.store import SqliteConnection
 from holdfast.errors import HoldfastError, UsageError
 
@@ -57,7 +57,7 @@ class HistoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Its lasting identity, else its node's name."""
     node: str
     job: str
-    kind: Kind
+    kind: RecordKind
     rule: str = ""
     device: str = ""
     text: str = ""
@@ -108,7 +108,7 @@ class HistoryStore:
         marks = ", ".join([self._mark] * 9)
         # As parameters and never as a part of the statement: records quote kernel logs and scripts, which
         # others write.
-        values = tuple(str(v) if isinstance(v, Kind) else v for v in msgspec.structs.astuple(entry))
+        values = tuple(str(v) if isinstance(v, RecordKind) else v for v in msgspec.structs.astuple(entry))
         self._run(f"insert into {TABLE} ({_COLUMNS}) values ({marks})", values)
 
     def past(self, machine: str, devices: Sequence[str] = ()) -> tuple[HistoryRecord, ...]:
@@ -166,7 +166,7 @@ def _entry(
         machine=machine,
         node=node,
         job=job,
-        kind=Kind(kind),
+        kind=RecordKind(kind),
         rule=rule,
         device=device,
         text=text,

@@ -28,8 +28,8 @@ from prometheus_client.registry import Collector
 
 import holdfast
 from holdfast.coordinator.kernel.incidents import kind_of
-from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.state import CoreState, JobPhase, NodePhase, Snapshot, WorkerPhase
+from holdfast.coordinator.kernel.index import PhaseIndex
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, MemorySnapshot, NodePhase, WorkerPhase
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.tally import BOUNDS_S, Durations, Tally
 from holdfast.observe.traces import trace_id
@@ -53,7 +53,7 @@ class Scrape(Collector):
     def __init__(
         self,
         state: CoreState,
-        index: Index,
+        index: PhaseIndex,
         tally: Tally,
         now: float,
         writable: bool = True,
@@ -102,7 +102,7 @@ class Scrape(Collector):
 
 def metrics_text(state: CoreState, tally: Tally, now: float, writable: bool = True) -> bytes:
     """The figures in Prometheus' text format."""
-    index = Index(state.membership, state.spec.nproc)
+    index = PhaseIndex(state.membership, state.spec.nproc)
     return Scrape(state, index, tally, now, writable).encode()[0]
 
 
@@ -292,7 +292,7 @@ def _lag(state: CoreState, now: float) -> Iterator[Metric]:
     )
 
 
-def _newest(state: CoreState, held_by: int) -> Snapshot | None:
+def _newest(state: CoreState, held_by: int) -> MemorySnapshot | None:
     """The newest snapshot of which every shard is in the memory of so many nodes."""
     there = []
     for snapshot in state.storage.snapshots:

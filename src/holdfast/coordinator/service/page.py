@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
 from holdfast.coordinator.service import job_view, worker_output
 from holdfast.coordinator.service.all_starts import launches
@@ -99,7 +99,7 @@ class PageSource:
         *,
         read: LedgerReader,
         state: CoreState,
-        index: Index,
+        index: PhaseIndex,
         clock: Callable[[], float],
         news: Wakeup,
         job_dir: Path,

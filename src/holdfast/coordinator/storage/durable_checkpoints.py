@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import DurableFound
-from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, Summing, TierTotals, Timer, Worker
+from holdfast.coordinator.kernel.state import (
+    MemorySnapshot,
+    Node,
+    Storing,
+    Summing,
+    TierTotals,
+    Timer,
+    Worker,
+)
 from holdfast.coordinator.storage import queries
 from holdfast.formulas import daly_interval_s
 from holdfast.protocol import ledger
@@ -113,7 +121,7 @@ def _auto_s(context: Context, last: Storing | None) -> float:
     return max(best_s, 2 * took_s)
 
 
-def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
+def _store(context: Context, tier: DurableTier, snapshot: MemorySnapshot, last: bool = False) -> None:
     current = Storing(
         tier=tier.url,
         step=snapshot.step,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from holdfast.checkpoint import placement
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
+from holdfast.coordinator.kernel.state import HeldShard, JobPhase, MemorySnapshot, Node, Rewind, Worker
 from holdfast.coordinator.storage import durable_checkpoints, queries
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -49,7 +49,7 @@ def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
         context.send(node.name, _complete_now(context))
 
 
-def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
+def _take(context: Context, node: Node, copy: Copy) -> MemorySnapshot | None:
     """Notes who holds a shard; None when it is of no use."""
     snapshot = _snapshot(context, copy.key)
     if snapshot is None:
@@ -173,7 +173,7 @@ def spoiled(context: Context, node: Node, key: Key, reason: str) -> None:
     spread(context)
 
 
-def _give_up(context: Context, snapshot: Snapshot) -> None:
+def _give_up(context: Context, snapshot: MemorySnapshot) -> None:
     """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
     # It stays in the list, empty, so that late reports of it are recognized. Removed, the next report would
     # begin it anew, and wait for the missing shard again.
@@ -193,7 +193,7 @@ def _give_up(context: Context, snapshot: Snapshot) -> None:
             later.shards = []  # forgotten with it, where it was not complete either
 
 
-def _forgets(context: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
+def _forgets(context: Context, snapshot: MemorySnapshot) -> m.ForgetSnapshots:
     """At level 0 all ranks save at their own times: of later ones nothing is complete either."""
     return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if context.mode.saves_together else None)
 
@@ -278,7 +278,7 @@ def happened(context: Context, key: Key) -> bool:
     return all(key.generation >= r.number or key.step <= r.start for r in s.storage.rewinds)
 
 
-def _newest(context: Context) -> Snapshot | None:
+def _newest(context: Context) -> MemorySnapshot | None:
     complete = [x for x in context.state.storage.snapshots if x.complete]
     return max(complete, key=lambda x: (x.step, x.generation), default=None)
 
@@ -287,7 +287,7 @@ def _newest_step(context: Context) -> int:
     return max((x.step for x in context.state.storage.snapshots if x.complete), default=-1)
 
 
-def _copies(context: Context, snapshot: Snapshot) -> int:
+def _copies(context: Context, snapshot: MemorySnapshot) -> int:
     """So many nodes hold the shard that the fewest hold; no more than are asked for."""
     # By rank, over all entries: two nodes that hold different bytes of one rank are two entries, but either
     # one alone is enough to restore from.
@@ -300,7 +300,7 @@ def _copies(context: Context, snapshot: Snapshot) -> int:
     return min(fewest, context.spec.saving.copies + 1)
 
 
-def _kept(context: Context) -> Snapshot | None:
+def _kept(context: Context) -> MemorySnapshot | None:
     """An older snapshot that stays beside the newest complete one, because more nodes hold it: with the newest alone the loss
     of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
     memory of its successors' copies for ever."""
@@ -326,7 +326,7 @@ def _complete_now(context: Context) -> m.SnapshotComplete:
     return m.SnapshotComplete(_newest_step(context), kept.step if kept is not None else None)
 
 
-def _snapshot(context: Context, key: Key) -> Snapshot | None:
+def _snapshot(context: Context, key: Key) -> MemorySnapshot | None:
     """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
     storage = context.state.storage
     # All three. After a fault the same step is computed again by another generation, and after a resize by
@@ -341,7 +341,7 @@ def _snapshot(context: Context, key: Key) -> Snapshot | None:
         return None
     if not _makes_room(context, key):
         return None
-    new = Snapshot(step=key.step, generation=key.generation, world=key.world, began_s=context.now)
+    new = MemorySnapshot(step=key.step, generation=key.generation, world=key.world, began_s=context.now)
     storage.snapshots.append(new)
     return new
 
@@ -399,7 +399,7 @@ def spread(context: Context) -> None:
             return
 
 
-def _spread(context: Context, snapshot: Snapshot) -> None:
+def _spread(context: Context, snapshot: MemorySnapshot) -> None:
     """Asks for the copies that are missing; a snapshot that misses none is complete. Of one that waits for a lost node none are
     made: they would take the memory of the next."""
     s = context.state
@@ -460,7 +460,7 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
         _mark_complete(context, snapshot)
 
 
-def _makes_way(context: Context, snapshot: Snapshot) -> bool:
+def _makes_way(context: Context, snapshot: MemorySnapshot) -> bool:
     """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
     for this one's. So each becomes complete with all its copies before the next one takes its memory."""
     # Two snapshots may each wait for the slots that the other takes. The one whose copies are on their way
@@ -472,7 +472,7 @@ def _makes_way(context: Context, snapshot: Snapshot) -> bool:
     )
 
 
-def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
+def _expected(context: Context, snapshot: MemorySnapshot, rank: int, there: list[str]) -> bool:
     """Another member copies the same just now. (Of a complete one they all have: a copy that went since comes no more.)"""
     s = context.state
     # It was complete once, so every member had brought its copy. A copy that is missing now went with its
@@ -493,20 +493,20 @@ def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str])
     )
 
 
-def _refused(snapshot: Snapshot, rank: int) -> list[str]:
+def _refused(snapshot: MemorySnapshot, rank: int) -> list[str]:
     return [n for n, r in snapshot.refused if r == rank]
 
 
-def _declined(snapshot: Snapshot, rank: int) -> list[str]:
+def _declined(snapshot: MemorySnapshot, rank: int) -> list[str]:
     """Nodes whose own workers will not bring a shard any more."""
     return [n for n, r in (*snapshot.refused, *snapshot.passed) if r == rank]
 
 
-def _holding(snapshot: Snapshot, rank: int) -> list[str]:
+def _holding(snapshot: MemorySnapshot, rank: int) -> list[str]:
     return [n for h in snapshot.shards if h.copy.key.rank == rank for n in h.nodes]
 
 
-def _may_come(context: Context, snapshot: Snapshot, rank: int) -> bool:
+def _may_come(context: Context, snapshot: MemorySnapshot, rank: int) -> bool:
     """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot; with
     its node lost it may come back. Of a generation that is over that is not known, and its slots are given to the next
     one's snapshots."""
@@ -576,7 +576,7 @@ def hands_over(context: Context, node: Node) -> bool:
     return waits
 
 
-def _mark_complete(context: Context, snapshot: Snapshot) -> None:
+def _mark_complete(context: Context, snapshot: MemorySnapshot) -> None:
     storage = context.state.storage
     snapshot.complete = True
     if snapshot.complete_s is None:
@@ -617,7 +617,7 @@ def _retire(context: Context) -> None:
         context.send(node.name, complete)
 
 
-def _tell_complete(context: Context, snapshot: Snapshot) -> None:
+def _tell_complete(context: Context, snapshot: MemorySnapshot) -> None:
     storage = context.state.storage
     snapshot.complete_s = context.now
     storage.skipped = 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from holdfast.checkpoint.policy import mtbf_s
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Snapshot, Storing
+from holdfast.coordinator.kernel.state import HeldShard, JobPhase, MemorySnapshot, Node, Storing
 from holdfast.protocol import messages as m
 from holdfast.protocol.place import nearness
 from holdfast.protocol.snapshots import Copy, Holder
 
 
-def newest_complete(context: Context) -> Snapshot | None:
+def newest_complete(context: Context) -> MemorySnapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
     # Holders, not the mark `complete`: a snapshot short of copies that were never made can still be restored,
     # and after a fault that is all that matters.
@@ -19,12 +19,14 @@ def newest_complete(context: Context) -> Snapshot | None:
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
 
-def has_all(snapshot: Snapshot) -> bool:
+def has_all(snapshot: MemorySnapshot) -> bool:
     """Whether every shard of it is held by somebody."""
     return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
 
 
-def sources(context: Context, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy, tuple[Holder, ...]]:
+def sources(
+    context: Context, snapshot: MemorySnapshot, rank: int, node: str
+) -> tuple[Copy, tuple[Holder, ...]]:
     """One shard and its holders, the node's own memory first."""
     entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
     # The node's own memory first: no network, and it stays readable when the network is what failed.
