@@ -1,5 +1,5 @@
-"""A door that cannot go on ends its process: nobody could reach it any more, and nothing would show that. Nor is a member
-pushed out of it by a crowd."""
+"""A listener that cannot go on ends its process: nobody could reach it any more, and nothing would show that. Nor is a member
+pushed out by a crowd."""
 
 import contextlib
 import queue
@@ -11,9 +11,9 @@ from holdfast.protocol.network import listener
 
 BROKEN = """
 import socket, threading
-from holdfast.protocol.network.listener import Door
+from holdfast.protocol.network.listener import AuthenticatingListener
 server = socket.create_server(("127.0.0.1", 0))
-door = Door(server, "the door", lambda said: 1, lambda sock, said: False)
+accepting = AuthenticatingListener(server, "the listener", lambda said: 1, lambda sock, said: False)
 {breaks}
 socket.create_connection(server.getsockname()).recv(1)
 threading.Event().wait()
@@ -31,33 +31,33 @@ def run(breaks):
 
 
 def test_an_error_that_leaves_it_no_way_to_go_on_ends_the_process_and_says_so():
-    ran = run("door._hall = None")
+    ran = run("accepting._unproven = None")
     assert ran.returncode == 70
-    assert "the thread the door cannot go on: this process ends" in ran.stderr
+    assert "the thread the listener cannot go on: this process ends" in ran.stderr
     assert "Traceback" in ran.stderr
 
 
 def test_a_mistake_of_ours_costs_one_caller_and_is_said_once():
     ran = run(
-        "door._missing = lambda said: 1 // 0\n"
+        "accepting._missing = lambda said: 1 // 0\n"
         "for _ in range(20): assert socket.create_connection(server.getsockname()).recv(1) == b''\n"
         "raise SystemExit"
     )
     assert ran.returncode == 0
     assert (
         ran.stderr
-        == "the door: a caller was sent away: ZeroDivisionError('integer division or modulo by zero')\n"
+        == "the listener: a caller was sent away: ZeroDivisionError('integer division or modulo by zero')\n"
     )
 
 
-HALL = 32
+MOST = 32
 CROWD = 1500
 
 
 @contextlib.contextmanager
 def served(monkeypatch, **seconds: float):
-    """A door with a hall of HALL callers, through which comes who says one byte; its address, and what came."""
-    monkeypatch.setattr(listener, "most_unproven", lambda: HALL)
+    """A listener where at most MOST callers wait, and one byte is a whole message; its address, and the messages that came."""
+    monkeypatch.setattr(listener, "most_unproven", lambda: MOST)
     for name, value in seconds.items():
         monkeypatch.setattr(listener, name, value)
     server = socket.create_server(("127.0.0.1", 0), backlog=listener.BACKLOG)
@@ -68,11 +68,11 @@ def served(monkeypatch, **seconds: float):
         entered.put(said)
         return False
 
-    door = listener.Door(server, "the door", lambda said: 1 - len(said), enter)
+    accepting = listener.AuthenticatingListener(server, "the listener", lambda said: 1 - len(said), enter)
     try:
         yield address, entered
     finally:
-        door.close()
+        accepting.close()
 
 
 def crowd(address, stack: contextlib.ExitStack) -> None:
@@ -82,7 +82,7 @@ def crowd(address, stack: contextlib.ExitStack) -> None:
 
 def test_a_crowd_does_not_push_out_who_has_not_had_the_time_to_speak(monkeypatch) -> None:
     with (
-        served(monkeypatch, SPEAK_S=60.0, HEARD_S=60.0) as (address, entered),
+        served(monkeypatch, FIRST_BYTE_S=60.0, FIRST_READ_S=60.0) as (address, entered),
         contextlib.ExitStack() as strangers,
     ):
         # It loses its processor here. Who is let in is seen by the strangers before it.
@@ -93,9 +93,9 @@ def test_a_crowd_does_not_push_out_who_has_not_had_the_time_to_speak(monkeypatch
 
 
 def test_a_crowd_delays_who_speaks_at_once_by_a_pause_or_two(monkeypatch) -> None:
-    # With a pause for each hall that the crowd fills, the member's turn would come after 46 s.
+    # With a pause each time the crowd fills the queue, the member's turn would come after 46 s.
     with (
-        served(monkeypatch, SPEAK_S=1.0, HEARD_S=60.0) as (address, entered),
+        served(monkeypatch, FIRST_BYTE_S=1.0, FIRST_READ_S=60.0) as (address, entered),
         contextlib.ExitStack() as strangers,
     ):
         crowd(address, strangers)

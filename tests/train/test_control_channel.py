@@ -140,7 +140,7 @@ def test_a_hello_of_more_than_a_kibibyte_is_not_read(cluster):
 
 
 def test_of_too_many_who_say_nothing_the_oldest_go(cluster):
-    most = cluster.listeners[0]._door._most
+    most = cluster.listeners[0]._listener._most
     silent = [stranger(cluster) for _ in range(most + 30)]
     assert all(closed(sock) for sock in silent[:30])
     joins_soon(cluster, 1)

@@ -471,7 +471,7 @@ def test_one_file_has_what_the_page_has(home: Path) -> None:
 
 
 def test_a_cookie_opens_the_coordinators_page_and_nothing_else_of_it() -> None:
-    """At the door and behind it: a connection may bring several requests."""
+    """In the listener and behind it: a connection may bring several requests."""
 
     async def fine(request: web.Request) -> web.Response:
         return web.Response(text="fine")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast.errors import CollectiveFault, ProtocolError, UsageError
 from holdfast.protocol.messages import Generation, Member
-from holdfast.protocol.network.listener import BACKLOG, Door
+from holdfast.protocol.network.listener import BACKLOG, AuthenticatingListener
 from holdfast.protocol.network.proof import ANSWER_CHARS, Question, answer_to
 from holdfast.protocol.network.sockets import listening
 from holdfast.protocol.wire.frames import Codec, body_of, missing, pack, read_exactly
@@ -65,12 +65,12 @@ class ChannelListener:
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._news = threading.Condition()
         self._broken = 0
-        self._door = Door(
-            server, "holdfast-channel", lambda received: missing(received, _HELLO_BYTES), self._enter
+        self._listener = AuthenticatingListener(
+            server, "holdfast-channel", lambda received: missing(received, _HELLO_BYTES), self._accept
         )
 
-    def _enter(self, sock: socket.socket, frame: bytes) -> bool:
-        """Whoever shows in its hello that it knows the token is a member, and is shown the same."""
+    def _accept(self, sock: socket.socket, frame: bytes) -> bool:
+        """A caller whose hello proves that it knows the token is a member, and gets our proof."""
         hello = _hellos.decode(body_of(frame))
         answer = answer_to(hello.credential, self._token, self._name, str(hello.generation), str(hello.rank))
         if answer is None:
@@ -101,8 +101,8 @@ class ChannelListener:
             return self._arrived.pop((generation, rank))
 
     def close(self) -> None:
-        """Accepts nobody any more."""
-        self._door.close()
+        """Accepts no more connections."""
+        self._listener.close()
 
     def release(self, generation: int) -> None:
         """Nobody waits for members of this or an older generation any more."""

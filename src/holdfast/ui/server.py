@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from holdfast.coordinator.service.authentication import HeardFirst, first_words, page_refusal
-from holdfast.protocol.network.listener import BACKLOG, Door, head_missing
+from holdfast.coordinator.service.authentication import HeadFirst, first_words, page_refusal
+from holdfast.protocol.network.listener import BACKLOG, AuthenticatingListener, head_missing
 from holdfast.web.application import ACTIONS, PANELS, PageHost, guard, headers_of_page, routes
 from holdfast.web.sessions import Sessions
 
@@ -25,7 +25,8 @@ class ClosableHost(PageHost, Protocol):
 
 
 class UiServer:
-    """Strangers on this machine are heard at the door, and the loop hears nothing of them: see `protocol.authentication`."""
+    """The page of `holdfast ui` on a loopback address. Strangers are refused in the listener's thread and cost the loop nothing: see
+    `protocol.network.listener`."""
 
     def __init__(
         self,
@@ -49,27 +50,27 @@ class UiServer:
         await runner.setup()
         assert runner.server is not None
         self._server, self._loop = runner.server, asyncio.get_running_loop()
-        # After the runner: the door hands over at once, and needs a server to hand over to.
-        door = Door(self._listener, "holdfast-ui-door", head_missing, self._enter)
+        # After the runner: the listener hands over at once, and needs a server to hand over to.
+        accepting = AuthenticatingListener(self._listener, "holdfast-ui-listener", head_missing, self._accept)
         try:
             started()
             await ends.wait()
         finally:
-            # First nobody new. The pause lets the loop take what the door handed over just before,
+            # First nobody new. The pause lets the loop take what the listener handed over just before,
             # so that it is cancelled, too.
-            door.close()
+            accepting.close()
             await asyncio.sleep(0)
             for task in self._tasks:
                 task.cancel()
             await runner.cleanup()
             self._host.close()
 
-    def _enter(self, sock: socket.socket, head: bytes) -> bool:
-        """In the door's thread."""
+    def _accept(self, sock: socket.socket, head: bytes) -> bool:
+        """Runs in the listener's thread."""
         method, path, headers = first_words(head)
         status, _ = self._sessions.judge(method, path, {name.lower(): value for name, value in headers})
         if status != 200:
-            # One try and no waiting: a stranger who does not read must not hold up the door.
+            # One try and no waiting: a stranger who does not read must not hold up the listener.
             sock.send(page_refusal(status))
             return False
         # Tasks and transports belong to the loop, and none may be made in this thread.
@@ -84,7 +85,7 @@ class UiServer:
 
     async def _hand_over(self, sock: socket.socket, head: bytes) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: HeardFirst(self._server(), head), sock)
+            await self._loop.connect_accepted_socket(lambda: HeadFirst(self._server(), head), sock)
         except OSError:  # the browser is gone meanwhile
             sock.close()
 

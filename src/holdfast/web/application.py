@@ -183,7 +183,7 @@ def guard(sessions: Sessions) -> Any:
 def admit(sessions: Sessions, request: web.Request) -> web.Response | None:
     """Notes the role of a request; else the refusal."""
     headers = {name.lower(): value for name, value in request.headers.items()}
-    # The target as it was sent, as at the door: two readings of one target could let
+    # The target as it was sent, as in the listener: two readings of one target could let
     # in what the other refuses.
     status, role = sessions.judge(request.method, request.raw_path, headers)
     if status != 200:
@@ -277,7 +277,7 @@ class _Page:
 
     async def enter(self, request: web.Request) -> web.StreamResponse:
         """Turns a code into a cookie, once."""
-        # Only here is a code used up. The door merely looks, so a request that fails
+        # Only here is a code used up. The listener merely looks, so a request that fails
         # on its way in keeps its code.
         value = self._sessions.redeem(request.query.get("code", ""))
         if value is None:

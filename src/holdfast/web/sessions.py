@@ -173,7 +173,7 @@ class Sessions:
             return 421, None
         if not (path in ("/", ENTER) or path.startswith(PREFIXES)):
             return 401, None
-        # Looked at and not used up: the door's thread asks this first, and the application asks it again.
+        # Looked at and not used up: the listener's thread asks this first, and the application asks it again.
         if path == ENTER:
             codes = parse_qs(urlsplit(target).query).get("code", [""])
             return (200, None) if method == "GET" and self.is_code(codes[0]) else (403, None)

@@ -400,7 +400,7 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
         context.request(HandleReport(worker, m.Attached()))
     if view.ready:
         context.request(HandleReport(worker, view.ready))
-    # Through the same door as the message itself: a report that was missed has the same effect late as it
+    # By the same path as the message itself: a report that was missed has the same effect late as it
     # would have had in time, with no second code path that could differ.
     if view.done:
         context.request(HandleReport(worker, view.done))

@@ -57,7 +57,7 @@ class AgentConnections:
         # message, and stays below one.
         socket = web.WebSocketResponse(max_msg_size=16 << 20, autoping=True)
         await socket.prepare(request)
-        # Nothing is done for a connection before it has said who it is. The token was proved at the door;
+        # Nothing is done for a connection before it has said who it is. The token was proved at the listener;
         # this is the second step, and strangers never come so far.
         hello = await self._first(socket)
         if hello is None:

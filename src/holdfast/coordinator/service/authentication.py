@@ -1,6 +1,6 @@
 """Who may speak with the coordinator: those who prove that they know the job's token.
 
-A thread of its own reads their first request (`protocol.authentication`). Only a connection that has proved itself reaches
+A thread of its own reads their first request (`protocol.network.listener`). Only a connection that has proved itself reaches
 the web server, so strangers cost its loop nothing. The web server checks every request again, because a connection may
 bring several.
 """
@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from holdfast.protocol.network.endpoint import NAME_PATH, CoordinatorName, Endpoint
-from holdfast.protocol.network.listener import Door, head_missing
+from holdfast.protocol.network.listener import AuthenticatingListener, head_missing
 from holdfast.protocol.network.proof import ANSWER_HEADER, OWN_HEADER, REFUSAL, admit
 from holdfast.protocol.network.proof import PATH as SCRAPED
 from holdfast.web import application
@@ -37,20 +37,20 @@ _ASKS_NAME = f"GET {NAME_PATH} HTTP/".encode()
 def authorized(
     token: str, where: Endpoint, *, scrape_token: str = "", sessions: Sessions | None = None
 ) -> Any:
-    """Turns away who does not know the token; who proves that he does without showing it gets the proof that we do.
+    """Middleware that refuses callers without the token. A caller that proves to know it without showing it gets our proof, too.
 
-    scrape_token: opens `/metrics` alone, see `protocol.scrape_token`; empty: there is none. sessions: of browsers, which may
+    scrape_token: opens `/metrics` alone, see `protocol.network.proof`; empty: there is none. sessions: of browsers, which may
     have the page and nothing else.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # The door says it to whoever asks first of all. A proxy (the API server of Kubernetes) sends questions of several
+        # The listener answers it where it is the first request of a connection. A proxy (the API server of Kubernetes) sends questions of several
         # callers over one connection, and the first of them had proved itself.
         if request.method == "GET" and request.raw_path == NAME_PATH:
             return web.Response(body=_name_of(where), content_type="application/json")
-        # Both ways of showing the token lead to the same rights. The proof covers method and path, so what
-        # was heard for one request opens no other.
+        # Both ways of showing the token lead to the same rights. The proof covers method and path, so a
+        # proof that was overheard opens no other request.
         asked = request.method, request.raw_path
         answer = _admit(request.headers.items(), token, scrape_token, where, *asked)
         # The same text for a wrong token as for none, so a stranger learns nothing from the difference.
@@ -75,7 +75,7 @@ def _shows_token(headers: Mapping[str, str]) -> bool:
 
 
 async def give_proof(request: web.Request, response: web.StreamResponse) -> None:
-    """Goes before everything that a caller hears who has proven himself: also before the first byte of a WebSocket."""
+    """Adds our proof to the answer of an authenticated request, also before the first byte of a WebSocket."""
     if answer := request.get(_PROOF):
         response.headers[ANSWER_HEADER] = answer
 
@@ -99,7 +99,7 @@ def _admit(
 
 
 def first_words(head: bytes) -> tuple[str, str, list[tuple[str, str]]]:
-    """Method, path and headers of a request that was heard at a door."""
+    """Method, path and headers of a request, given its head."""
     first, *lines = head.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
     method, _, rest = first.partition(" ")
     path, _, _ = rest.rpartition(" ")
@@ -108,14 +108,14 @@ def first_words(head: bytes) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def page_refusal(status: int) -> bytes:
-    """What a browser gets that may not pass."""
+    """The answer to a browser without a session, as bytes. status: of `Sessions.judge`."""
     text = application.refusal_text(status)
     head = f"HTTP/1.1 {status} Refused\r\nContent-Type: text/plain; charset=utf-8\r\n"
     return f"{head}Content-Length: {len(text.encode())}\r\nConnection: close\r\n\r\n{text}".encode()
 
 
 class Entrance:
-    """Where connections come in, until it is closed."""
+    """Accepts the coordinator's connections until it is closed, and passes those that authenticate to its web server."""
 
     def __init__(
         self,
@@ -135,27 +135,27 @@ class Entrance:
         self._says_name = head.encode() + said
         self._loop = asyncio.get_running_loop()
         self._coming: set[asyncio.Task[None]] = set()
-        self._door = Door(listener, "holdfast-door", head_missing, self._enter)
+        self._listener = AuthenticatingListener(listener, "holdfast-listener", head_missing, self._accept)
 
     def close(self) -> None:
-        """Nobody is let in any more."""
-        self._door.close()
+        """Accepts no more connections."""
+        self._listener.close()
 
     async def settled(self) -> None:
-        """After `close`: returns when everybody who was let in is with the server."""
-        # The door's thread has ended, and its last calls are in the loop's queue before this one.
+        """After `close`: returns when every connection that was accepted is with the web server."""
+        # The listener's thread has ended, and its last calls are in the loop's queue before this one.
         await asyncio.sleep(0)
         if self._coming:
             await asyncio.wait(set(self._coming))
 
-    def _enter(self, sock: socket.socket, head: bytes) -> bool:
-        """In the door's thread: strangers do not come as far as the loop."""
+    def _accept(self, sock: socket.socket, head: bytes) -> bool:
+        """Runs in the listener's thread: strangers do not come as far as the loop."""
         if head.startswith(_ASKS_NAME):
             sock.send(self._says_name)
             return False
         if (refusal := self._refusal(head)) is not None:
             # Sent without waiting: a few bytes always fit into an empty socket buffer, and a stranger must
-            # not hold up the door.
+            # not hold up the listener.
             sock.send(refusal)
             return False
         # The loop gets a connection that has proved itself, and never sees the others. A thousand strangers
@@ -164,7 +164,8 @@ class Entrance:
         return True
 
     def _refusal(self, head: bytes) -> bytes | None:
-        """None: who sent this may come in. The server decides again, for this request and for those that follow."""
+        """The answer that refuses a request, given its head; None: it is authenticated. The server checks again, this request
+        and those that follow."""
         method, path, headers = first_words(head)
         if _admit(headers, self._token, self._scrape_token, self._where, method, path) is not None:
             return None
@@ -184,19 +185,19 @@ class Entrance:
 
     async def _hand_over(self, sock: socket.socket, head: bytes) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: HeardFirst(self._server(), head), sock)
+            await self._loop.connect_accepted_socket(lambda: HeadFirst(self._server(), head), sock)
         except OSError:  # the caller is gone meanwhile
             sock.close()
 
 
-class HeardFirst(asyncio.Protocol):
-    """Gives the server's protocol what was heard at the door, before the transport reads on, and makes room for it."""
+class HeadFirst(asyncio.Protocol):
+    """Passes the head that the listener has read to the server's protocol, which then takes this one's place."""
 
     def __init__(self, protocol: asyncio.Protocol, head: bytes) -> None:
         self._protocol, self._head = protocol, head
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # What the door has read is given to the server first. The transport begins to read after this method
+        # What the listener has read is given to the server first. The transport begins to read after this method
         # returns, so no byte can overtake it.
         transport.set_protocol(self._protocol)
         self._protocol.connection_made(transport)

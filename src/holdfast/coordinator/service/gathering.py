@@ -117,7 +117,7 @@ class Gathering:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
         assert runner.server is not None
-        # Its own descriptor: the door closes the one that it is given.
+        # Its own descriptor: the listener closes the one that it is given.
         entrance = Entrance(listener.dup(), self._token, self._where, runner.server)
         try:
             return await self._choose()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from http import HTTPStatus
 
-from holdfast.protocol.network.listener import Handler, HttpDoor
+from holdfast.protocol.network.listener import Handler, HttpListener
 from holdfast.protocol.network.proof import ANSWER_HEADER, REFUSAL, admit
 from holdfast.protocol.network.sockets import shut, unpace
 
@@ -40,8 +40,8 @@ class RangeServer:
         # touch.
         self._lock = threading.Lock()
         self._closed = False
-        self._door = HttpDoor(host, thread, self._serve, port)
-        self.port = self._door.port
+        self._listener = HttpListener(host, thread, self._serve, port)
+        self.port = self._listener.port
 
     def answer(self, request: RangeRequest) -> None:
         """Answers one request of somebody who has proved to know the token. Runs in the connection's thread."""
@@ -49,12 +49,12 @@ class RangeServer:
 
     def refuse_new(self) -> None:
         """Takes no new connection. Requests that are being answered go on."""
-        self._door.close()
+        self._listener.close()
 
     def close(self) -> None:
         """Takes no new connection and ends every transfer."""
         with self._lock:
-            # The flag and the loop under one lock: a connection that the door let in just now is either in the set
+            # The flag and the loop under one lock: a connection that was accepted just now is either in the set
             # already, or sees the flag when it enters. Otherwise it would be served after the close.
             self._closed = True
             for connection in self._open:
