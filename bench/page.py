@@ -34,7 +34,7 @@ from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.service.ledger import SideThread
 from holdfast.coordinator.service.page import PageSource, Wakeup
-from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import Generation, Member, StepTold
 from holdfast.ui.server import UiServer, loopback
@@ -271,7 +271,9 @@ def _write(store: Store, step: int, seq: int, t_s: float) -> None:
     entry = LedgerEntry(seq=seq, t_s=t_s, utc="", kind="snapshot", fields={"step": step})
     told = StepTold(step, 2.5, 0.5, made_in=1, weight=4e6, grad_norm=1.0, lr=3e-4)
     store.write(
-        Page(entries=[entry], steps=[ReportedSteps(t_s=t_s, losses=(told,), generation=1, world=16000)])
+        LedgerBatch(
+            entries=[entry], steps=[ReportedSteps(t_s=t_s, losses=(told,), generation=1, world=16000)]
+        )
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from ledgers import BUCKETS, PIECE, STEPS, small
 
 from holdfast.coordinator.service import rollups
-from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol.messages import StepTold
 from holdfast.web.story import Story
@@ -19,14 +19,14 @@ from holdfast.web.story import Story
 UTC = "2026-01-02T03:04:05.000+00:00"
 
 
-def page(at: int, count: int, made_in: int, rng: random.Random) -> Page:
+def batch(at: int, count: int, made_in: int, rng: random.Random) -> LedgerBatch:
     told = tuple(
         StepTold(at + n, rng.random(), 0.1 + rng.random(), made_in=made_in, weight=2.0, skipped=n % 7 == 0)
         for n in range(count)
     )
     figures = [("accuracy", at + n, 0.5) for n in range(count)]
     said = ReportedSteps(t_s=1.0 + at, losses=told, generation=made_in, world=2, figures=figures)
-    return Page(steps=[said])
+    return LedgerBatch(steps=[said])
 
 
 def rows(store: Store, table: str) -> int:
@@ -40,7 +40,7 @@ def test_nothing_that_a_report_tells_is_lost(tmp_path: Path, begin: int) -> None
         little = Store(tmp_path / "little.sqlite")
         at, made_in = begin, 1
         for turn in range(160):
-            what = page(at, rng.randrange(1, 60), made_in, rng)
+            what = batch(at, rng.randrange(1, 60), made_in, rng)
             whole.write(what)
             with small():
                 little.write(what)
@@ -82,15 +82,15 @@ def test_a_step_far_below_is_committed_again(tmp_path: Path) -> None:
     rng = random.Random(1)
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:
         for at in range(0, 2000, 50):
-            store.write(page(at, 50, 1, rng))
+            store.write(batch(at, 50, 1, rng))
         before = store.summary().count
         curve = store.series(0, None, 20)
-        store.write(page(10, 5, 2, rng))
+        store.write(batch(10, 5, 2, rng))
         # Its summary is all that is left of its neighbours, and stays.
         assert store.series(0, None, 20) == curve
         assert store.summary().count == before
         for at in range(2000, 3000, 50):
-            store.write(page(at, 50, 2, rng))
+            store.write(batch(at, 50, 2, rng))
         assert store.summary().count == 3000
         assert store.tally(Tally()).steps == 3000
 
@@ -102,7 +102,9 @@ def test_old_generations_lose_the_names_of_their_workers(tmp_path: Path) -> None
             fields = {"generation": seq, "start": seq, "world": 20, "workers": names, "restore": []}
             fields |= {"applied": False, "source": "live"}
             store.write(
-                Page(entries=[LedgerEntry(seq=seq, t_s=1.0 * seq, utc=UTC, kind="formed", fields=fields)])
+                LedgerBatch(
+                    entries=[LedgerEntry(seq=seq, t_s=1.0 * seq, utc=UTC, kind="formed", fields=fields)]
+                )
             )
         kept = [len(e.fields["workers"]) for e in store.events()]
         assert kept == [0] * 27 + [20] * 3
@@ -121,10 +123,10 @@ def test_a_commit_that_fails_drops_nothing(tmp_path: Path) -> None:
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:
         at = 0
         while not rollups._due(store._dropped, at + 49):
-            store.write(page(at, 50, 1, rng))
+            store.write(batch(at, 50, 1, rng))
             at += 50
         before = store._dropped
-        bad = page(at, 50, 1, rng)
+        bad = batch(at, 50, 1, rng)
         bad.kept["x"] = object()  # type: ignore[assignment]
         with pytest.raises(Exception, match=r"bind|type"):
             store.write(bad)

@@ -16,17 +16,17 @@ from ledgers import BUCKETS, PIECE, counted, small
 from holdfast.cli.report import _points
 from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.page import _series
-from holdfast.coordinator.service.store import Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
 from holdfast.web.application import PageRefused
 
 Values = dict[int, float | None]
 
 
-def page(at: int, count: int, generation: int, figures: list[tuple[str, int, float]]) -> Page:
+def batch(at: int, count: int, generation: int, figures: list[tuple[str, int, float]]) -> LedgerBatch:
     told = tuple(StepTold(at + n, 1.0 + at + n, 0.1, made_in=generation) for n in range(count))
     said = ReportedSteps(t_s=1.0 + at, losses=told, generation=generation, world=2, figures=figures)
-    return Page(steps=[said])
+    return LedgerBatch(steps=[said])
 
 
 def logged(at: int, count: int, rng: random.Random) -> list[tuple[str, int, float]]:
@@ -68,14 +68,14 @@ def test_whatever_is_logged_in_whatever_order(tmp_path: Path, seed: int) -> None
         at, generation = 0, 1
         for _ in range(120):
             count = rng.randrange(1, 20)
-            what = page(at, count, generation, logged(at, count, rng))
+            what = batch(at, count, generation, logged(at, count, rng))
             store.write(what)
             if rng.random() < 0.3:
                 store.write(what)  # told twice
             if (
                 rng.random() < 0.3
             ):  # told a moment after its step, or too late: by a generation that counts no more
-                late = page(0, 0, rng.randrange(1, generation + 1), logged(at, count, rng))
+                late = batch(0, 0, rng.randrange(1, generation + 1), logged(at, count, rng))
                 store.write(late)
             at += count
             if rng.random() < 0.2:  # the job goes back
@@ -101,7 +101,7 @@ def test_a_curve_outlives_the_rows_of_its_steps(tmp_path: Path) -> None:
         for turn in range(160):
             count = rng.randrange(1, 60)
             figures = logged(at, count, rng) + ([("early", at, 1.0 * at)] if at < 100 else [])
-            what = page(at, count, generation, figures)
+            what = batch(at, count, generation, figures)
             whole.write(what)
             with small():
                 little.write(what)
@@ -139,9 +139,9 @@ def test_a_step_far_below_is_logged_again(tmp_path: Path) -> None:
     rng = random.Random(1)
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:
         for at in range(0, 2000, 50):
-            store.write(page(at, 50, 1, logged(at, 50, rng)))
+            store.write(batch(at, 50, 1, logged(at, 50, rng)))
         curve = store.figure_series("accuracy", 0, None, 20)
-        store.write(page(10, 5, 2, [("accuracy", 10 + n, 99.0) for n in range(5)]))
+        store.write(batch(10, 5, 2, [("accuracy", 10 + n, 99.0) for n in range(5)]))
         # Its summary is all that is left of its neighbours, and stays: as that of the loss does.
         assert store.figure_series("accuracy", 0, None, 20) == curve
 
@@ -169,7 +169,7 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
 
 def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "job.sqlite")) as store:
-        store.write(page(0, 20, 1, [("accuracy", n, 0.5 * n) for n in range(20)]))
+        store.write(batch(0, 20, 1, [("accuracy", n, 0.5 * n) for n in range(20)]))
         found = _series(store, {"from": "8", "to": "15", "points": "4", "figure": "accuracy"})
         assert found["figures"] == ["accuracy"]
         assert found["figure"] == {
@@ -191,8 +191,8 @@ def test_the_picture_of_the_loss_begins_at_the_first_step(tmp_path: Path) -> Non
     """`holdfast report --curve`, after rows of old steps have gone."""
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:
         for at in range(0, 2000, 50):
-            store.write(page(at, 50, 1, []))
-        store.write(page(10, 5, 2, []))  # of which there is a row again
+            store.write(batch(at, 50, 1, []))
+        store.write(batch(10, 5, 2, []))  # of which there is a row again
         floor = store.dropped().floors[0]
     found = _points(tmp_path)
     steps = [step for step, _, _ in found]

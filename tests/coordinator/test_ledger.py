@@ -21,7 +21,14 @@ from fakeagents import FENCES, Agent, Plane, serving
 from holdfast.coordinator.__main__ import _take_up as take_up
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.service import decision_loop, ledger, server
-from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps, Store, own_ledger
+from holdfast.coordinator.service.store import (
+    SNAPSHOT,
+    LedgerBatch,
+    LedgerEntry,
+    ReportedSteps,
+    Store,
+    own_ledger,
+)
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec, Resume
@@ -196,17 +203,17 @@ def test_a_report_that_cannot_be_written_is_told_instead(tmp_path):
     asyncio.run(story())
 
 
-def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: Path):
+def test_what_a_batch_holds_is_there_once_however_often_it_is_written(tmp_path: Path):
     """After an error nobody knows whether the last commit is in the file."""
     store = Store(tmp_path / "job.sqlite")
     entries = [LedgerEntry(seq=i, t_s=float(i), utc="now", kind="kind", fields={"i": i}) for i in (1, 2)]
-    page = Page(
+    batch = LedgerBatch(
         entries,
         [ReportedSteps(t_s=1.0, losses=(m.StepTold(0, 0.5, 0.1),), generation=1, world=2)],
         {"name": b"value"},
     )
-    store.write(page)
-    store.write(page)
+    store.write(batch)
+    store.write(batch)
     assert list(store.events()) == entries
     assert len(store.steps()) == 1
     assert store.kept("name") == b"value"
@@ -215,7 +222,9 @@ def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: P
 
 def told(store: Store, generation: int, *steps: m.StepTold) -> None:
     store.write(
-        Page(steps=[ReportedSteps(t_s=float(generation), losses=steps, generation=generation, world=2)])
+        LedgerBatch(
+            steps=[ReportedSteps(t_s=float(generation), losses=steps, generation=generation, world=2)]
+        )
     )
 
 

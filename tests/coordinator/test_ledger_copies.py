@@ -15,7 +15,7 @@ from holdfast.coordinator.service import ledger
 from holdfast.coordinator.service.gathering import Choice, Restored, Unusable
 from holdfast.coordinator.service.ledger import LedgerCopies, Unreadable, wanted_keepers
 from holdfast.coordinator.service.queues import AgentLines, AgentQueue
-from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
+from holdfast.coordinator.service.store import BATCHES, SNAPSHOT, LedgerBatch, LedgerEntry, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import LedgerMark
@@ -25,23 +25,23 @@ NO_STATE = msgspec.msgpack.encode(CoreState(spec=JobSpec(name="j", script="x.py"
 orders = Codec(m.ToAgent)
 
 
-def page(number, note="x"):
+def batch(number, note="x"):
     entry = LedgerEntry(seq=number, t_s=float(number), utc="", kind="history", fields={"reason": note})
-    kept = {SNAPSHOT: NO_STATE, PAGES: msgspec.msgpack.encode(number)}
-    return Page([entry], kept=kept)
+    kept = {SNAPSHOT: NO_STATE, BATCHES: msgspec.msgpack.encode(number)}
+    return LedgerBatch([entry], kept=kept)
 
 
 def base_of(tmp_path, upto):
     store = Store(tmp_path / "own.sqlite")
     for number in range(1, upto + 1):
-        store.write(page(number))
+        store.write(batch(number))
     data = store.copy()
     store.close()
     return data
 
 
 def part(number, data=None, base=False, term=1, begins=True, more=False):
-    data = msgspec.msgpack.encode(page(number)) if data is None else data
+    data = msgspec.msgpack.encode(batch(number)) if data is None else data
     return m.KeepLedger(mark=LedgerMark(term, number), data=data, base=base, begins=begins, more=more)
 
 
@@ -82,7 +82,7 @@ def test_what_a_node_kept_is_the_ledger_again(tmp_path):
 
 
 def test_pages_that_the_base_has_already_are_passed_over(tmp_path):
-    """The copy of the file is made while pages go on being written: an older state must not take a newer one's place."""
+    """The copy of the file is made while batches go on being written: an older state must not take a newer one's place."""
     node = Node(tmp_path / "n", part(3, base_of(tmp_path, 5), base=True), *map(part, (4, 5, 6)))
     assert restored(tmp_path, node.copy.parts()) == 6
     assert entries(tmp_path) == [1, 2, 3, 4, 5, 6]
@@ -91,7 +91,7 @@ def test_pages_that_the_base_has_already_are_passed_over(tmp_path):
 def test_large_ones_come_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "PART_BYTES", 1000)
     monkeypatch.setattr("holdfast.agent.ledger_copy.PART_BYTES", 700)
-    data, more = base_of(tmp_path, 3), msgspec.msgpack.encode(page(4, "y" * 5000))
+    data, more = base_of(tmp_path, 3), msgspec.msgpack.encode(batch(4, "y" * 5000))
     sent = [
         *ledger._parts(LedgerMark(1, 3), data, base=True),
         *ledger._parts(LedgerMark(1, 4), more, base=False),
@@ -126,8 +126,8 @@ def test_a_part_of_a_page_or_base_that_was_cut_off_is_forgotten(tmp_path):
 
 def test_an_agent_that_is_started_again_has_what_it_kept(tmp_path):
     Node(tmp_path / "n", part(3, base_of(tmp_path, 3), base=True), part(4), part(5))
-    with (tmp_path / "n" / "ledger.pages").open("r+b") as pages:
-        pages.truncate(pages.seek(0, 2) - 7)  # it was killed while it wrote the last one
+    with (tmp_path / "n" / "ledger.pages").open("r+b") as batches:
+        batches.truncate(batches.seek(0, 2) - 7)  # it was killed while it wrote the last one
     again = Node(tmp_path / "n")
     assert again.copy.mark == LedgerMark(1, 4)
     again.take(part(5), part(6))
@@ -147,8 +147,8 @@ def test_an_agent_that_is_killed_between_two_files_has_no_copy(tmp_path, monkeyp
                 patch.setattr(owner, name, killed_after(calls, getattr(owner, name)))
             Node(folder, part(9, newer, base=True))
         kept = Node(folder).copy
-        if kept.mark.page:
-            assert restored(tmp_path, kept.parts()) == kept.mark.page, left
+        if kept.mark.batch:
+            assert restored(tmp_path, kept.parts()) == kept.mark.batch, left
 
 
 def killed_after(calls, function):
@@ -164,8 +164,8 @@ def killed_after(calls, function):
 def test_what_is_no_ledger_is_refused(tmp_path, wrong):
     data = base_of(tmp_path, 3)
     base = m.LedgerKept(mark=LedgerMark(1, 3), data=data, base=True)
-    four = m.LedgerKept(mark=LedgerMark(1, 4), data=msgspec.msgpack.encode(page(4)))
-    five = m.LedgerKept(mark=LedgerMark(1, 5), data=msgspec.msgpack.encode(page(5)))
+    four = m.LedgerKept(mark=LedgerMark(1, 4), data=msgspec.msgpack.encode(batch(4)))
+    five = m.LedgerKept(mark=LedgerMark(1, 5), data=msgspec.msgpack.encode(batch(5)))
     parts = {
         "no-base": [four],
         "gap": [base, five],
@@ -280,7 +280,7 @@ class Sender:
         line, found = self.lines.by_node[node], []
         while not line.empty():
             found.append(orders.decode(line.get_nowait()))
-        return [(one.base, one.mark.page) for one in found]
+        return [(one.base, one.mark.batch) for one in found]
 
 
 async def turns():
@@ -294,25 +294,25 @@ def run(test):
 
 def test_a_keeper_gets_the_file_and_then_each_page():
     async def test(sender):
-        sender.copies.on_page(1, page(1))
+        sender.copies.on_batch(1, batch(1))
         sender.join("a")
         await turns()
-        sender.copies.on_page(2, page(2))
+        sender.copies.on_batch(2, batch(2))
         assert sender.sent("a") == []
         await sender.give_file()
-        sender.copies.on_page(3, page(3))
+        sender.copies.on_batch(3, batch(3))
         assert sender.sent("a") == [(True, 1), (False, 2), (False, 3)]
 
     run(test)
 
 
 def test_a_page_that_comes_before_the_file_is_read_continues_it(tmp_path):
-    """As where a page is written in the moment in which a node joins: the node must not take it for a repetition."""
+    """As where a batch is written in the moment in which a node joins: the node must not take it for a repetition."""
 
     async def test(sender):
-        sender.copies.on_page(1, page(1))
+        sender.copies.on_batch(1, batch(1))
         sender.join("a")
-        sender.copies.on_page(2, page(2))
+        sender.copies.on_batch(2, batch(2))
         await turns()
         await sender.give_file()
         sent = sender.sent("a")
@@ -330,10 +330,10 @@ def test_a_keeper_that_connected_again_gets_the_file_again():
         await sender.give_file()
         sender.sent("a")
         del sender.lines.by_node["a"]
-        sender.copies.on_page(1, page(1))
+        sender.copies.on_batch(1, batch(1))
         sender.join("a")
         await turns()
-        sender.copies.on_page(2, page(2))
+        sender.copies.on_batch(2, batch(2))
         assert sender.sent("a") == []
         await sender.give_file()
         assert sender.sent("a") == [(True, 1), (False, 2)]
@@ -370,7 +370,7 @@ def test_a_node_that_is_lost_is_replaced_while_its_connection_stands():
         await turns()
         sender.nodes["a"].alive = False
         sender.join("c")
-        sender.copies.on_page(1, page(1))
+        sender.copies.on_batch(1, batch(1))
         await turns()
         assert len(sender.reads) == 3
         sender.reads[2].set_result(b"file")
@@ -381,7 +381,7 @@ def test_a_node_that_is_lost_is_replaced_while_its_connection_stands():
         assert sender.sent("a") == [(True, 0), (True, 0)]
         sender.nodes["a"].alive = True
         sender.choose()
-        sender.copies.on_page(2, page(2))
+        sender.copies.on_batch(2, batch(2))
         assert sender.sent("a") == []
         assert sender.sent("b") == [(True, 0), (False, 1), (False, 2)]
 
@@ -473,7 +473,7 @@ def test_after_any_losses_two_others_have_all_pages(seed):
                     known.alive = True
                 case "file" if sender.reads:
                     await sender.give_file()
-            sender.copies.on_page(last := last + 1, page(last))
+            sender.copies.on_batch(last := last + 1, batch(last))
             sender.choose()
             await turns()
             for other in list(sender.nodes):
@@ -484,7 +484,7 @@ def test_after_any_losses_two_others_have_all_pages(seed):
         while sender.reads:
             await sender.give_file()
         sender.choose()
-        sender.copies.on_page(last := last + 1, page(last))
+        sender.copies.on_batch(last := last + 1, batch(last))
         there = {node for node in sender.lines.by_node if sender.nodes[node].alive}
         for node in there:
             deliver(node)
@@ -501,7 +501,7 @@ def test_after_any_losses_two_others_have_all_pages(seed):
 def test_without_copies_no_file_is_read():
     async def test(sender):
         sender.join("a")
-        sender.copies.on_page(1, page(1))
+        sender.copies.on_batch(1, batch(1))
         await turns()
         assert (sender.reads, sender.sent("a")) == ([], [])
 
@@ -539,9 +539,9 @@ def test_what_a_keeper_has_does_not_grow_for_ever(monkeypatch):
         sender.join("a")
         await turns()
         await sender.give_file()
-        sender.copies.on_page(1, page(1, "z" * 2000))
+        sender.copies.on_batch(1, batch(1, "z" * 2000))
         await turns()
-        sender.copies.on_page(2, page(2))
+        sender.copies.on_batch(2, batch(2))
         await sender.give_file()
         assert sender.sent("a") == [(True, 0), (False, 1), (True, 1), (False, 2)]
 

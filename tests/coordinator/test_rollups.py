@@ -9,7 +9,7 @@ import pytest
 from ledgers import counted
 
 from holdfast.coordinator.service import rollups
-from holdfast.coordinator.service.store import Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
 
 
@@ -19,7 +19,7 @@ def told(step: int, loss: float, made_in: int, **more: float) -> StepTold:
 
 def write(store: Store, steps: list[StepTold], generation: int = 1) -> None:
     said = ReportedSteps(t_s=1.0 + steps[-1].step, losses=tuple(steps), generation=generation, world=2)
-    store.write(Page(steps=[said]))
+    store.write(LedgerBatch(steps=[said]))
 
 
 def expected(store: Store, first: int, last: int, width: int) -> list[tuple[int, float, float, float]]:
@@ -50,10 +50,10 @@ def test_whatever_is_written_in_whatever_order(tmp_path: Path, seed: int) -> Non
         at, generation = 0, 1
         for _ in range(120):
             count = rng.randrange(1, 20)
-            page = [told(at + n, rng.random(), generation) for n in range(count)]
-            write(store, page, generation)
+            batch = [told(at + n, rng.random(), generation) for n in range(count)]
+            write(store, batch, generation)
             if rng.random() < 0.3:
-                write(store, page, generation)  # told twice
+                write(store, batch, generation)  # told twice
             at += count
             if rng.random() < 0.2:  # the job goes back
                 at, generation = max(0, at - rng.randrange(40)), generation + 1

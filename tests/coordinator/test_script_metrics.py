@@ -12,7 +12,7 @@ import holdfast as hf
 from holdfast.agent.coordinator_link import Outbox
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
-from holdfast.coordinator.service.store import Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, ReportedSteps, Store
 from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
@@ -64,7 +64,7 @@ def test_names_do_not_grow_for_ever():
 def test_a_value_that_is_told_again_is_one_row(tmp_path):
     store = Store(tmp_path / "job.sqlite")
     store.write(
-        Page(
+        LedgerBatch(
             steps=[
                 ReportedSteps(
                     t_s=1.0,
@@ -77,14 +77,20 @@ def test_a_value_that_is_told_again_is_one_row(tmp_path):
         )
     )
     store.write(
-        Page(steps=[ReportedSteps(t_s=2.0, losses=(), generation=2, world=3, figures=(("a", 1, 2.0),))])
+        LedgerBatch(
+            steps=[ReportedSteps(t_s=2.0, losses=(), generation=2, world=3, figures=(("a", 1, 2.0),))]
+        )
     )
     store.write(
-        Page(steps=[ReportedSteps(t_s=2.0, losses=(), generation=1, world=3, figures=(("a", 1, 7.0),))])
+        LedgerBatch(
+            steps=[ReportedSteps(t_s=2.0, losses=(), generation=1, world=3, figures=(("a", 1, 7.0),))]
+        )
     )  # a late word
     assert store.figures("a") == [(0, 1.0), (1, 2.0)]
     store.write(
-        Page(steps=[ReportedSteps(t_s=3.0, losses=(), generation=3, world=3, figures=(("a", 1, 5.0),))])
+        LedgerBatch(
+            steps=[ReportedSteps(t_s=3.0, losses=(), generation=3, world=3, figures=(("a", 1, 5.0),))]
+        )
     )  # computed again
     assert store.figures("a") == [(0, 1.0), (1, 5.0)]
     assert store.figures("b") == [(1, None)]

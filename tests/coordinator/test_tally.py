@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol.messages import StepTold
 
@@ -18,12 +18,14 @@ BEGAN = "2026-01-02T03:04:05.000+00:00"
 
 def commits(store: Store, t_s: float, steps: range, made_in: int) -> None:
     told = tuple(StepTold(n, t_s + n, 0.1, weight=4.0, made_in=made_in) for n in steps)
-    store.write(Page(steps=[ReportedSteps(t_s=t_s, losses=told, generation=made_in, world=2)]))
+    store.write(LedgerBatch(steps=[ReportedSteps(t_s=t_s, losses=told, generation=made_in, world=2)]))
 
 
 def happens(store: Store, kind: str, fields: dict[str, object]) -> None:
     seq = store.last_seq() + 1
-    store.write(Page(entries=[LedgerEntry(seq=seq, t_s=float(seq), utc=BEGAN, kind=kind, fields=fields)]))
+    store.write(
+        LedgerBatch(entries=[LedgerEntry(seq=seq, t_s=float(seq), utc=BEGAN, kind=kind, fields=fields)])
+    )
 
 
 def closed(number: int, took_s: float) -> dict[str, object]:

@@ -16,7 +16,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from holdfast.coordinator.kernel.state import Assignment, CoreState, Node, Worker, WorkerPhase
 from holdfast.coordinator.service import job_view, routes, watchers
 from holdfast.coordinator.service.job_view import build_status
-from holdfast.coordinator.service.store import LedgerEntry, Page, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, Store
 from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, JobWatcher, StatusFeed, Watchers
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_view import CHANGED, WHOLE, JobView, ReceivedView
@@ -168,7 +168,7 @@ def test_one_who_does_not_read_is_behind_in_the_ledger_and_nowhere_else(tmp_path
             watchers.all.add(watcher)
             sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
             for seq in range(1, 2001):
-                store.write(Page(entries=[entry(seq)]))
+                store.write(LedgerBatch(entries=[entry(seq)]))
                 watchers.announce("event", entry(seq))
                 watchers.announce("log", {"text": "word"})
                 await asyncio.sleep(0)
@@ -244,7 +244,7 @@ def test_many_events_are_sent_in_pieces_with_a_turn_for_others(tmp_path: Path) -
                 LedgerEntry(seq=seq, t_s=0.0, utc=UTC, kind="stop-requested", fields={})
                 for seq in range(1, 501)
             ]
-            store.write(Page(entries=entries))
+            store.write(LedgerBatch(entries=entries))
             watcher, socket, longest, before = JobWatcher(0), Socket(), 0, 0
             socket.reads.set()
             watcher.end()

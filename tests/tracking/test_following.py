@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.errors import UsageError
 from holdfast.protocol.messages import StepTold
 from holdfast.tools.tracking.follower import read_ledger, tracker
@@ -37,14 +37,14 @@ class Job:
         self._seq += 1
         fields = {"node": "node1", "host": "h", "slots": 1}
         entry = LedgerEntry(seq=self._seq, t_s=self._t_s, utc=self._utc, kind="node-joined", fields=fields)
-        self.store.write(Page(entries=[entry]))
+        self.store.write(LedgerBatch(entries=[entry]))
 
     def commits(self, *steps: int, figures: tuple[tuple[str, int, float], ...] = ()) -> None:
         self._t_s += 1.0
         told = tuple(StepTold(n, self._t_s + n, 0.1, made_in=self._made_in) for n in steps)
         self.counts |= {x.step: x.loss for x in told}
         said = ReportedSteps(t_s=self._t_s, losses=told, generation=self._made_in, world=2, figures=figures)
-        self.store.write(Page(steps=[said]))
+        self.store.write(LedgerBatch(steps=[said]))
 
     def goes_back(self) -> None:
         self._made_in += 1

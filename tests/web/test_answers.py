@@ -11,7 +11,7 @@ import pytest
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.all_starts import differences, launches
-from holdfast.coordinator.service.store import LedgerEntry, Page, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, Store
 from holdfast.health import stacks
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier
@@ -57,7 +57,9 @@ def start(folder: Path, spec: JobSpec, outcome: str | None) -> None:
     state.membership.outcome = outcome
     with closing(Store(folder / "job.sqlite")) as store:
         fields = {"node": "n0", "host": "h", "slots": 1}
-        store.write(Page(entries=[LedgerEntry(seq=1, t_s=0.0, utc=UTC, kind="node-joined", fields=fields)]))
+        store.write(
+            LedgerBatch(entries=[LedgerEntry(seq=1, t_s=0.0, utc=UTC, kind="node-joined", fields=fields)])
+        )
         store.save(state)
 
 

@@ -22,7 +22,7 @@ from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.coordinator.service.page import BATCH, FRAMES, PageSource, Wakeup
-from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.engines import jobs
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import StepTold
@@ -47,7 +47,7 @@ def write(store: Store, first: int, last: int) -> None:
         LedgerEntry(seq=n, t_s=float(n), utc=UTC, kind="node-joined", fields=fields)
         for n in range(first, last + 1)
     ]
-    store.write(Page(entries=entries))
+    store.write(LedgerBatch(entries=entries))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(store, 1, EVENTS)
         store.add_figures([("accuracy", n, n / 100) for n in range(100)], 1)
         told = tuple(StepTold(n, 2.0 - n / 100, 0.1, made_in=1, weight=8.0) for n in range(100))
-        store.write(Page(steps=[ReportedSteps(t_s=50.0, losses=told, generation=1, world=2)]))
+        store.write(LedgerBatch(steps=[ReportedSteps(t_s=50.0, losses=told, generation=1, world=2)]))
         store.save(state)
     return tmp_path
 
@@ -156,7 +156,7 @@ def test_what_commands_found_is_on_the_page(home: Path) -> None:
             LedgerEntry(seq=EVENTS + n, t_s=60.0, utc=UTC, kind="saved", fields={"step": n, "url": "/tier"})
             for n in (1, 2, 3)
         ]
-        store.write(Page(entries=entries))
+        store.write(LedgerBatch(entries=entries))
     folder = home / "jobs/old"
     write_checked(folder, SamplesChecked(utc=at, folders=("/s",), once=True, why="all came", steps=90))
     for step, utc, whole in ((1, at, True), (2, at, False), (3, "2025-12-31T00:00:00.000+00:00", True)):
@@ -209,7 +209,7 @@ def incidents(store: Store, many: int) -> None:
         for kind, fields in (("formed", formed), ("incident-opened", facts), ("incident-closed", facts)):
             seq += 1
             entries.append(LedgerEntry(seq=seq, t_s=t_s, utc=UTC, kind=kind, fields=fields))
-    store.write(Page(entries=entries))
+    store.write(LedgerBatch(entries=entries))
 
 
 def test_an_incident_has_what_its_worker_left_and_those_beside_it(home: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_incident_has_what_its_worker_left_and_those_beside_it(home: Path) ->
     with closing(Store(home / "jobs/old/job.sqlite")) as store:
         incidents(store, 3)
         entry = LedgerEntry(seq=store.last_seq() + 1, t_s=62.5, utc=UTC, kind="finding", fields=finding)
-        store.write(Page(entries=[entry]))
+        store.write(LedgerBatch(entries=[entry]))
     folder = home / "jobs/old/logs/node1"
     folder.mkdir(parents=True)
     (folder / "node1.0-2.log").write_text(

@@ -291,7 +291,7 @@ class Agent:
             summing=self._keeper.summing() if self._keeper else (),
             kernel=kernel_id(),
             term=self._link.term,
-            ledger=self._ledger_copy.mark if self._ledger_copy.mark.page else None,
+            ledger=self._ledger_copy.mark if self._ledger_copy.mark.batch else None,
         )
 
     def _on_order(self, order: m.ToAgent) -> None:

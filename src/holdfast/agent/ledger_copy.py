@@ -1,6 +1,6 @@
 """What this node keeps of the coordinator's ledger, for a coordinator that begins on another machine.
 
-Two files: a base, which is a complete copy, and the pages that were written since. Each begins a record with a mark and a
+Two files: a base, which is a complete copy, and the batches that were written since. Each begins a record with a mark and a
 length. What is in them is the coordinators' own affair: an agent only keeps and returns it.
 """
 
@@ -17,7 +17,7 @@ from holdfast.protocol.messages import LedgerMark
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct(">QQQ")
-"""Term, page and length of what follows."""
+"""Term, batch and length of what follows."""
 PART_BYTES = 4 << 20
 MOST_WAITING = 4096
 """Parts that wait for a disk. One that takes none of them for so long is not to cost the node its memory."""
@@ -28,7 +28,7 @@ class LedgerCopy:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._base, self._work, self._pages = (
+        self._base, self._work, self._batches = (
             folder / name for name in ("ledger.base", "ledger.base.tmp", "ledger.pages")
         )
         self._waiting: asyncio.Queue[m.KeepLedger] = asyncio.Queue(MOST_WAITING)
@@ -54,7 +54,7 @@ class LedgerCopy:
                 self._give_up(str(error))
 
     def _give_up(self, why: str) -> None:
-        """Until the next base. A copy that lacks a page would let its coordinator decide again what it had decided."""
+        """Until the next base. A copy that lacks a batch would let its coordinator decide again what it had decided."""
         if not self._broken:
             _log.warning("this node keeps no copy of the coordinator's ledger: %s", why)
         self._broken, self.mark = True, LedgerMark()
@@ -64,21 +64,21 @@ class LedgerCopy:
             self._put_base(part)
         elif not self._broken:
             if part.begins:
-                self._begun.clear()  # of a connection that ended in the middle of a page
-            # Numbers without a gap, and no page twice: a coordinator that goes on from this copy acts on
+                self._begun.clear()  # of a connection that ended in the middle of a batch
+            # Numbers without a gap, and no batch twice: a coordinator that goes on from this copy acts on
             # every decision in it, and believes that there were no others.
-            if part.mark.page != self.mark.page + 1:
-                self._give_up(f"page {part.mark.page} came after page {self.mark.page}")
+            if part.mark.batch != self.mark.batch + 1:
+                self._give_up(f"batch {part.mark.batch} came after batch {self.mark.batch}")
                 return
             self._begun += part.data
             if not part.more:
-                with self._pages.open("ab") as pages:
-                    pages.write(_HEAD.pack(*part.mark, len(self._begun)) + self._begun)
+                with self._batches.open("ab") as batches:
+                    batches.write(_HEAD.pack(*part.mark, len(self._begun)) + self._begun)
                 self._begun.clear()
                 self.mark = part.mark
 
     def _put_base(self, part: m.KeepLedger) -> None:
-        if not part.mark.page:
+        if not part.mark.batch:
             self._end()
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -86,60 +86,60 @@ class LedgerCopy:
             work.write(part.data)
         if part.more:
             return
-        # A base without pages counts as no copy. So an agent that is killed between two of these lines has none, and never
+        # A base without batches counts as no copy. So an agent that is killed between two of these lines has none, and never
         # one base under the mark of another: the older ledger would be taken for the newest.
-        self._pages.unlink(missing_ok=True)
+        self._batches.unlink(missing_ok=True)
         size = self._work.stat().st_size
         self._work.replace(self._base)
-        with self._pages.open("wb") as pages:
-            pages.write(_HEAD.pack(*part.mark, 0))
+        with self._batches.open("wb") as batches:
+            batches.write(_HEAD.pack(*part.mark, 0))
         self._begun.clear()
         self._broken, self.mark = False, part.mark
-        _log.info("keeps a copy of the coordinator's ledger", extra={"bytes": size, "page": part.mark.page})
+        _log.info("keeps a copy of the coordinator's ledger", extra={"bytes": size, "batch": part.mark.batch})
 
     def _end(self) -> None:
         """Others keep newer copies. This one would let a coordinator that hears of no other go back to what was long ago."""
-        # In this order: a base without pages counts as no copy, as in `_put_base`.
-        for file in (self._pages, self._base):
+        # In this order: a base without batches counts as no copy, as in `_put_base`.
+        for file in (self._batches, self._base):
             file.unlink(missing_ok=True)
         self._begun.clear()
         self._broken, self.mark = False, LedgerMark()
         _log.info("keeps no copy of the coordinator's ledger any more")
 
     def _read_mark(self) -> LedgerMark:
-        """Of what an agent before this one kept. A page that it was just writing is cut off."""
+        """Of what an agent before this one kept. A batch that it was just writing is cut off."""
         self._work.unlink(missing_ok=True)
-        # A base without a record of pages has no mark, and so counts as none: an agent that was killed
+        # A base without a record of batches has no mark, and so counts as none: an agent that was killed
         # between the two writes of `_put_base` left it.
         mark, whole = LedgerMark(), 0
         if self._base.exists():
             for mark, end in self._records():  # noqa: B007 - the last one counts
                 whole = end
-            if self._pages.exists():
-                with self._pages.open("ab") as pages:
-                    pages.truncate(whole)
+            if self._batches.exists():
+                with self._batches.open("ab") as batches:
+                    batches.truncate(whole)
         return mark
 
     def _records(self) -> Iterator[tuple[LedgerMark, int]]:
-        """The mark of each record of pages that is complete, and where it ends."""
+        """The mark of each record of batches that is complete, and where it ends."""
         try:
-            with self._pages.open("rb") as pages:
-                size = pages.seek(0, 2)
+            with self._batches.open("rb") as batches:
+                size = batches.seek(0, 2)
                 at = 0
                 while at + _HEAD.size <= size:
-                    pages.seek(at)
-                    term, page, length = _HEAD.unpack(pages.read(_HEAD.size))
+                    batches.seek(at)
+                    term, batch, length = _HEAD.unpack(batches.read(_HEAD.size))
                     at += _HEAD.size + length
                     if at > size:
                         return
-                    yield LedgerMark(term, page), at
+                    yield LedgerMark(term, batch), at
         except FileNotFoundError:
             return
 
     def parts(self) -> Iterator[m.LedgerKept]:
         """All of it, for a coordinator that begins; nothing but the last word where there is none. Reads files."""
         mark = self.mark
-        if mark.page and not self._broken:
+        if mark.batch and not self._broken:
             try:
                 yield from self._all_parts()
             except OSError as error:
@@ -156,11 +156,11 @@ class LedgerCopy:
                 left -= len(data)
                 yield m.LedgerKept(mark=records[0][0], data=data, base=True, more=left > 0)
         begin = 0
-        with self._pages.open("rb") as pages:
+        with self._batches.open("rb") as batches:
             for mark, end in records:
-                pages.seek(begin + _HEAD.size)
+                batches.seek(begin + _HEAD.size)
                 size, begin = end - begin - _HEAD.size, end
                 while size > 0:
-                    data = pages.read(min(size, PART_BYTES))
+                    data = batches.read(min(size, PART_BYTES))
                     size -= len(data)
                     yield m.LedgerKept(mark=mark, data=data, more=size > 0)

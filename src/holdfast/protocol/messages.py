@@ -27,8 +27,8 @@ class LedgerMark(NamedTuple):
     """How far a ledger has come. Of two, the greater one is newer: a later term began with all that it knew of earlier ones."""
 
     term: int = 0
-    page: int = 0
-    """Number of its newest page, from 1 and over all terms; 0: it has none."""
+    batch: int = 0
+    """Number of its newest batch, from 1 and over all terms; 0: it has none."""
 
 
 # Complete replicas have numbers from 0 on. -1 is a worker beside them: it computes no gradient, yet takes
@@ -893,11 +893,11 @@ class KeepLedger(msgspec.Struct, frozen=True, kw_only=True, tag="keep-ledger"):
     """A part of the coordinator's ledger, to be kept for its successor."""
 
     mark: LedgerMark
-    """Up to where the ledger is known with this part. Page 0, with a base: none is to be kept any more."""
+    """Up to where the ledger is known with this part. Batch 0, with a base: none is to be kept any more."""
     data: bytes
     """Only coordinators read it."""
     base: bool = False
-    """A part of a complete copy, which takes the place of what is kept; else of a page, which is added to it."""
+    """A part of a complete copy, which takes the place of what is kept; else of a batch, which is added to it."""
     begins: bool = True
     """Else it belongs to the part before."""
     more: bool = False
@@ -1203,7 +1203,7 @@ class Repaired(msgspec.Struct, frozen=True, tag="repaired"):
 
 
 class LedgerKept(msgspec.Struct, frozen=True, kw_only=True, tag="ledger-kept"):
-    """A part of the answer to SendLedger: the parts of a base, in order, and then those of each page."""
+    """A part of the answer to SendLedger: the parts of a base, in order, and then those of each batch."""
 
     mark: LedgerMark
     data: bytes

@@ -21,7 +21,7 @@ from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.page_host import listed, prepared, readable
-from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import SNAPSHOT, LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.errors import UsageError
 from holdfast.protocol.ledger import LedgerEvent
@@ -187,27 +187,27 @@ class SimulatedHost:
     def _write(self, last: bool = False) -> None:
         """What the core decided and the steps since the last time go into the ledger, and viewers hear of it."""
         began_s = self.began_s
-        page = Page()
+        batch = LedgerBatch()
         entries, self._entries = self._entries, []
         for t_s, event in entries:
             self._seq += 1
             at_s = round(t_s + BEGIN_S - began_s, 4)
             utc = (self._began + timedelta(seconds=t_s)).isoformat(timespec="milliseconds")
-            page.entries.append(LedgerEntry(seq=self._seq, t_s=at_s, utc=utc, kind=event.kind, fields=event))
+            batch.entries.append(LedgerEntry(seq=self._seq, t_s=at_s, utc=utc, kind=event.kind, fields=event))
         steps, self.cluster.committed = self.cluster.committed, []
         for step in steps:
             # NaN is null in the ledger: nobody computes a loss here.
             told = StepTold(step.step, math.nan, step.took_s, made_in=step.generation)
             at_s = round(step.t_s + BEGIN_S - began_s, 4)
-            page.steps.append(
+            batch.steps.append(
                 ReportedSteps(t_s=at_s, losses=(told,), generation=step.generation, world=step.world)
             )
         real_s = self._clock()
         if last or (entries and real_s - self._kept_at >= WRITE_S):
             self._kept_at = real_s
-            page.kept[SNAPSHOT] = msgspec.msgpack.encode(self._core.state)
-        if page.entries or page.steps or page.kept:
-            self._ledger.write(page)
+            batch.kept[SNAPSHOT] = msgspec.msgpack.encode(self._core.state)
+        if batch.entries or batch.steps or batch.kept:
+            self._ledger.write(batch)
             self._news.tell()
 
     async def _start_again(self) -> None:

@@ -28,7 +28,7 @@ from holdfast.coordinator.service.history_store import JobHistory
 from holdfast.coordinator.service.injector import Injector, Strike
 from holdfast.coordinator.service.ledger import Ledger, LedgerCopies
 from holdfast.coordinator.service.queues import AgentLines, AgentQueue, Inbox, QueuedEvent
-from holdfast.coordinator.service.store import SNAPSHOT, SPOKEN, LedgerEntry, Page, ReportedSteps
+from holdfast.coordinator.service.store import SNAPSHOT, SPOKEN, LedgerBatch, LedgerEntry, ReportedSteps
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -251,7 +251,7 @@ class DecisionLoop:
         self.core, self.clock, self.injector = core, clock, injector
         self._ledger, self._memory, self._lines, self._watchers = ledger_file, memory, lines, watchers
         self._copies, self._job_dir = copies, job_dir
-        # Counted here and not by SQLite, because a page may be written twice when only its writer does not
+        # Counted here and not by SQLite, because a batch may be written twice when only its writer does not
         # know that it was. With numbers of its own an entry is inserted once, whatever happens.
         self.seq = ledger_file.store.last_seq()
         """Number of the ledger's newest entry."""
@@ -303,9 +303,9 @@ class DecisionLoop:
     async def write_last(self) -> bool:
         """Writes the state as it is, for the process that this one hands over to; whether it is in the file."""
         self.has_left = True
-        page = Page(kept=self._state_kept())
-        page.kept[HANDED_OVER] = msgspec.msgpack.encode(HandoverPoint(self.seq, self.clock()))
-        writing = self._ledger.write(page)
+        batch = LedgerBatch(kept=self._state_kept())
+        batch.kept[HANDED_OVER] = msgspec.msgpack.encode(HandoverPoint(self.seq, self.clock()))
+        writing = self._ledger.write(batch)
         await asyncio.wait([writing], timeout=LAST_S)
         return writing.done() and writing.exception() is None
 
@@ -392,23 +392,23 @@ class DecisionLoop:
         # What only moves deadlines is not written: heartbeats come from every node several times a second,
         # and a successor learns the same within one heartbeat.
         urgent = bool(actions) or not all(map(_routine, events))
-        page = self._page(events, actions, now, before)
+        batch = self._batch(events, actions, now, before)
         if urgent:
-            # State, clock and injector are in one page, so in one transaction: a state whose clock is older
+            # State, clock and injector are in one batch, so in one transaction: a state whose clock is older
             # than its times would run backward in the next coordinator.
-            page.kept |= self._state_kept()
+            batch.kept |= self._state_kept()
             # Written first, then carried out. If an order left before, and this process died, the next
             # coordinator would decide again, perhaps otherwise, and two workers could believe that they hold
             # the same rank.
-            await self._written(page)
+            await self._written(batch)
             self._copies.choose(state.membership.nodes)
-        elif page.steps:
+        elif batch.steps:
             # Not awaited: losses are reported again by agents, and nobody acts on them.
-            self._ledger.write(page)
+            self._ledger.write(batch)
         # Announced only after the actions have been queued: whoever watches may act on an event, and must
         # find it done.
         self._carry_out(actions, strikes)
-        for entry in page.entries:
+        for entry in batch.entries:
             _log.debug("event %s", entry.kind, extra={"seq": entry.seq, "event": entry.fields})
             self._watchers.announce("event", entry)
         # A sign of life is followed by no look, and so moves no deadline: the timer need not be set anew for each.
@@ -425,9 +425,9 @@ class DecisionLoop:
             "injector": msgspec.msgpack.encode(self.injector.plans),
         }
 
-    def _page(
+    def _batch(
         self, events: list[ev.Event], actions: list[ev.Action], now: float, before: m.Generation | None
-    ) -> Page:
+    ) -> LedgerBatch:
         """What a batch leaves in the ledger. before: the generation in which its steps were made."""
         state = self.core.state
         records = [a for a in actions if isinstance(a, ev.Record)]
@@ -435,14 +435,14 @@ class DecisionLoop:
         # closes.
         if any(isinstance(a, ev.End) for a in actions):
             records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self.injector.unfired()]
-        page = Page([self._entry(r.event, now) for r in records])
+        batch = LedgerBatch([self._entry(r.event, now) for r in records])
         for event in events:
             message = _with_losses(event, state)
             made_in = before or state.membership.generation
             if message is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
                 logged = workers.rows(state, message) if isinstance(message, m.Progress) else ()
-                page.steps.append(
+                batch.steps.append(
                     ReportedSteps(
                         t_s=t_s,
                         losses=message.losses,
@@ -451,7 +451,7 @@ class DecisionLoop:
                         figures=logged,
                     )
                 )
-        return page
+        return batch
 
     def _entry(self, event: LedgerEvent, now: float) -> LedgerEntry:
         self.seq += 1
@@ -460,12 +460,12 @@ class DecisionLoop:
             seq=self.seq, t_s=round(now - self.core.state.began_s, 4), utc=utc, kind=event.kind, fields=event
         )
 
-    async def _written(self, page: Page) -> None:
+    async def _written(self, batch: LedgerBatch) -> None:
         """Waits until a decision is in the ledger: nobody may hear of it before, or the next coordinator could decide
         otherwise. Only a job that ends does not wait for ever: there is no next one."""
         # Waits for the disk, however long: training goes on without the coordinator, and must not go on with
         # decisions that nobody could repeat.
-        writing = self._ledger.write(page)
+        writing = self._ledger.write(batch)
         # A job that ends is different. There is no next coordinator that could decide otherwise, and a person
         # waits for the end.
         if not self._ends.done():
@@ -487,7 +487,9 @@ class DecisionLoop:
     def note(self, event: LedgerEvent) -> None:
         """An event that the core knows nothing of. It is announced when it is written."""
         entry = self._entry(event, self.clock())
-        self._ledger.write(Page([entry])).add_done_callback(lambda _: self._watchers.announce("event", entry))
+        self._ledger.write(LedgerBatch([entry])).add_done_callback(
+            lambda _: self._watchers.announce("event", entry)
+        )
 
     def on_ledger_trouble(self, why: str | None) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -20,7 +20,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
 from holdfast.coordinator.service.queues import FAREWELL_S
-from holdfast.coordinator.service.store import FIRST, Page, Store
+from holdfast.coordinator.service.store import FIRST, LedgerBatch, Store
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.messages import LedgerMark
@@ -30,7 +30,7 @@ from holdfast.protocol.wire.frames import Codec, encode
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
-_pages = msgspec.msgpack.Decoder(Page)
+_batches = msgspec.msgpack.Decoder(LedgerBatch)
 OTHERS_S = 0.5
 """So long after the first copy another agent may still come with a newer one. All of them look for a coordinator several times a
 second."""
@@ -78,8 +78,8 @@ class Choice:
         there = [
             (mark, node) for node, mark in self.heard.items() if mark is not None and node not in self.refused
         ]
-        # By term first and page second, as `LedgerMark` is ordered: a later coordinator began from all that
-        # an earlier one had written, so its copy is the newer one even with fewer pages.
+        # By term first and batch second, as `LedgerMark` is ordered: a later coordinator began from all that
+        # an earlier one had written, so its copy is the newer one even with fewer batches.
         return max(there)[1] if there else None
 
     def due_s(self) -> float:
@@ -167,7 +167,7 @@ class Gathering:
         if hello.term > self._where.term:
             self._superseded = True
         caller = self._callers[hello.node] = _Caller(connection)
-        # The newest hello counts: an agent that came back meanwhile may have fewer pages than it had, and
+        # The newest hello counts: an agent that came back meanwhile may have fewer batches than it had, and
         # says so.
         self._choice.hear(hello.node, hello.ledger, asyncio.get_running_loop().time())
         self._news.set()
@@ -191,7 +191,7 @@ class Gathering:
                 if part.last:
                     break
             mark = await asyncio.to_thread(restored.finish, self._job_dir / FIRST)
-        _log.info("took the ledger from an agent", extra={"node": node, "page": mark})
+        _log.info("took the ledger from an agent", extra={"node": node, "batch": mark})
 
 
 class _Caller:
@@ -226,7 +226,7 @@ class Restored:
     def __init__(self, work: Path) -> None:
         self._work = work
         self._store: Store | None = None
-        self._page = bytearray()
+        self._batch = bytearray()
         work.unlink(missing_ok=True)
 
     def add(self, part: m.LedgerKept) -> None:
@@ -243,33 +243,33 @@ class Restored:
             if not part.more:
                 self._store = Store(self._work)
         elif part.data:
-            if len(self._page) + len(part.data) > MOST_BYTES:
-                raise Unusable("it has a page that is too long")
-            self._page += part.data
+            if len(self._batch) + len(part.data) > MOST_BYTES:
+                raise Unusable("it has a batch that is too long")
+            self._batch += part.data
             if not part.more:
-                self._write(part.mark.page)
+                self._write(part.mark.batch)
 
     def _write(self, number: int) -> None:
         if self._store is None:
-            raise Unusable("it has pages and no base")
-        page = decode(_pages.decode, self._page, f"page {number} is of another version", error=Unusable)
-        self._page.clear()
-        there = self._store.pages()
+            raise Unusable("it has batches and no base")
+        batch = decode(_batches.decode, self._batch, f"batch {number} is of another version", error=Unusable)
+        self._batch.clear()
+        there = self._store.batches()
         if number <= there:
             return  # it was written while the base was read
         if number != there + 1:
-            raise Unusable(f"page {number} comes after page {there}")
-        self._store.write(page)
+            raise Unusable(f"batch {number} comes after batch {there}")
+        self._store.write(batch)
 
     def finish(self, path: Path) -> int:
-        """Puts the ledger in its place; returns the number of its newest page.
+        """Puts the ledger in its place; returns the number of its newest batch.
 
         Raises:
             Unusable: there is no state in it.
         """
         if self._store is None or self._store.load() is None:
             raise Unusable("it is not complete")
-        number = self._store.pages()
+        number = self._store.batches()
         self.close()
         # Only a complete ledger gets this name. A process that is killed before leaves a file that nobody
         # reads, and the next one gathers anew.

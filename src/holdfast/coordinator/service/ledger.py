@@ -3,7 +3,7 @@
 One thread writes it, another reads it, and what cannot be written waits.
 
 A disk that is full, read-only, broken or gone must cost a job nothing. So a write that fails is tried again for as long as
-the job lives, and one that hangs holds up only its thread. What is to be written meanwhile is one page, which grows: after
+the job lives, and one that hangs holds up only its thread. What is to be written meanwhile is one batch, which grows: after
 the trouble the ledger has all of it, in order.
 """
 
@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.state import Node
 from holdfast.coordinator.service.queues import AgentLines, AgentQueue
-from holdfast.coordinator.service.store import PAGES, Page, Store
+from holdfast.coordinator.service.store import BATCHES, LedgerBatch, Store
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.errors import HoldfastError
 from holdfast.protocol import messages as m
@@ -56,24 +56,24 @@ class Ledger:
         shared: bool,
         open_store: Callable[[], Store],
         trouble: Callable[[str | None], None],
-        also: Callable[[int, Page], None] = lambda number, page: None,
+        also: Callable[[int, LedgerBatch], None] = lambda number, batch: None,
     ) -> None:
         """shared: as for `Store`; then nobody else may open the file, and it is read between two writes.
 
-        open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now. also: is given each page with its
+        open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now. also: is given each batch with its
         number, before it is written.
         """
         self._path, self._open, self._trouble, self._also = path, open_store, trouble, also
         # Opened at once, on the loop's thread: a ledger that cannot be opened at the start must fail the
         # start, and not the first write.
         self._store: Store | None = open_store()
-        self._pages = self._store.pages()
-        self._next = Page()
+        self._batches = self._store.batches()
+        self._next = LedgerBatch()
         self._waiting: list[asyncio.Future[None]] = []
         self._news, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._under_way: Page | None = None
-        # One thread for writing: SQLite's connection is used by one at a time, and pages keep their order
+        self._under_way: LedgerBatch | None = None
+        # One thread for writing: SQLite's connection is used by one at a time, and batches keep their order
         # without a lock.
         self._pen = SideThread("ledger")
         # On a shared file system a second connection would need shared memory between processes, which does
@@ -90,17 +90,17 @@ class Ledger:
         assert self._store is not None
         return self._store
 
-    def write(self, page: Page) -> asyncio.Future[None]:
-        """Has a page written after those before it. The future is done when it is in the file. It fails only for a page that
+    def write(self, batch: LedgerBatch) -> asyncio.Future[None]:
+        """Has a batch written after those before it. The future is done when it is in the file. It fails only for a batch that
         never can be there, whatever the disk does."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # In the page itself: whoever puts a copy and later pages together knows which of them the copy has.
-        self._pages += 1
-        page.kept[PAGES] = msgspec.msgpack.encode(self._pages)
-        self._also(self._pages, page)
-        # Pages that wait become one. After an hour of a full disk everything is written in one transaction,
+        # In the batch itself: whoever puts a copy and later batches together knows which of them the copy has.
+        self._batches += 1
+        batch.kept[BATCHES] = msgspec.msgpack.encode(self._batches)
+        self._also(self._batches, batch)
+        # Batches that wait become one. After an hour of a full disk everything is written in one transaction,
         # in order, with nothing missing.
-        self._next.add(page)
+        self._next.add(batch)
         self._waiting.append(written)
         self._idle.clear()
         self._news.set()
@@ -136,17 +136,17 @@ class Ledger:
             told = str(error) or f"no answer for {READ_S:g} s"
             raise Unreadable(f"the ledger {self._path} cannot be read: {told}") from error
 
-    def unwritten(self) -> Page:
+    def unwritten(self) -> LedgerBatch:
         """What is not known to be in the file."""
-        page = Page()
+        batch = LedgerBatch()
         for part in (self._under_way, self._next):
             if part is not None:
-                page.add(part)
-        return page
+                batch.add(part)
+        return batch
 
     async def summary(self) -> StepSummary:
         """Of all committed steps: those of the file, and those that it could not take yet. Raises Unreadable."""
-        left = Page(steps=self.unwritten().steps)
+        left = LedgerBatch(steps=self.unwritten().steps)
         return await self.read(lambda store: store.summary(left))
 
     async def incidents(self, until: int) -> list[dict[str, Any]]:
@@ -175,17 +175,17 @@ class Ledger:
         while True:
             await self._news.wait()
             self._news.clear()
-            page, self._next = self._next, Page()
+            batch, self._next = self._next, LedgerBatch()
             waiting, self._waiting = self._waiting, []
-            self._under_way = page
+            self._under_way = batch
             try:
                 # For as long as the job lives. Giving up would be a decision to lose the ledger, and nobody
                 # here may take that.
-                while not await self._try(page):  # noqa: ASYNC110 - there is no event for "the disk has room again"
+                while not await self._try(batch):  # noqa: ASYNC110 - there is no event for "the disk has room again"
                     await asyncio.sleep(RETRY_S)
             except Exception as error:  # noqa: BLE001 - it cannot be written at any time: of whoever waits for it
-                # A page that can never be written (a value that SQLite refuses) is not retried for ever.
-                # Whoever waits for it gets the error; the pages after it go on.
+                # A batch that can never be written (a value that SQLite refuses) is not retried for ever.
+                # Whoever waits for it gets the error; the batches after it go on.
                 for written in waiting:
                     written.set_exception(error)
                 waiting = []
@@ -197,8 +197,8 @@ class Ledger:
             if not self._waiting:
                 self._idle.set()
 
-    async def _try(self, page: Page) -> bool:
-        attempt = asyncio.ensure_future(self._pen.do(self._put, page))
+    async def _try(self, batch: LedgerBatch) -> bool:
+        attempt = asyncio.ensure_future(self._pen.do(self._put, batch))
         # The attempt is not cancelled: the thread hangs in the disk and cannot be interrupted. It is only
         # reported, and then awaited.
         done, _ = await asyncio.wait([attempt], timeout=SLOW_S)
@@ -221,11 +221,11 @@ class Ledger:
 
     # ------------------------------------------------------------ on the threads
 
-    def _put(self, page: Page) -> None:
+    def _put(self, batch: LedgerBatch) -> None:
         if self._store is None:
             self._store = self._open()
         try:
-            self._store.write(page)
+            self._store.write(batch)
         except sqlite3.Error as error:
             # A full disk leaves the connection intact, so nothing is thrown away. After any other error it
             # may be the connection that is broken.
@@ -300,20 +300,20 @@ def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None)
 
 PART_BYTES = 4 << 20
 BASE_AGAIN_BYTES = 64 << 20
-"""After so many bytes of pages a holder is sent a new base: what it keeps does not grow with the job's length."""
+"""After so many bytes of batches a holder is sent a new base: what it keeps does not grow with the job's length."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 # ---------------------------------------------------------------- ledger copies
 # Copies of the ledger at agents, where its file ends with the coordinator's machine.
 #
-# Each page goes to a few agents in the moment in which it is given to the writer, before anything that it decides is done.
+# Each batch goes to a few agents in the moment in which it is given to the writer, before anything that it decides is done.
 # An agent that becomes one of them is sent a copy of the file first. A successor asks all agents and goes on from the
-# newest copy (`service.gathering`). Nobody waits for an agent: a successor that lacks the last page is told again what
+# newest copy (`service.gathering`). Nobody waits for an agent: a successor that lacks the last batch is told again what
 # happened since, as one whose predecessor died before it could write.
 #
 # A node that is lost keeps nothing that a successor could ask for, so another one takes its place at once. Its connection
-# does not say so: to a machine without power it may stand for a quarter of an hour. A node that comes back has missed pages
+# does not say so: to a machine without power it may stand for a quarter of an hour. A node that comes back has missed batches
 # meanwhile. It is told to keep none, or a successor that hears it first would go on from an old ledger.
 
 
@@ -323,14 +323,14 @@ class _Keeper:
 
     line: AgentQueue
     waiting: list[m.KeepLedger] = field(default_factory=list)
-    """Pages that come after its base, while that is being read."""
+    """Batches that come after its base, while that is being read."""
     has_base: bool = False
     nbytes: int = 0
-    """Of pages since its base."""
+    """Of batches since its base."""
 
 
 class LedgerCopies:
-    """`on_page` for each page, `choose` whenever nodes may have come or gone."""
+    """`on_batch` for each batch, `choose` whenever nodes may have come or gone."""
 
     def __init__(
         self,
@@ -342,19 +342,19 @@ class LedgerCopies:
         read_base: Callable[[], Awaitable[bytes]],
     ) -> None:
         """count: of copies; 0: none are kept. machine: the identity of this one; empty: not known. read_base: a copy of the file, with
-        all pages that were given before."""
+        all batches that were given before."""
         self._count, self._term, self._machine = count, term, machine
         self._lines, self._read_base = lines, read_base
         self._keepers: dict[str, _Keeper] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._page = 0
+        self._batch = 0
 
-    def on_page(self, number: int, page: Page) -> None:
+    def on_batch(self, number: int, batch: LedgerBatch) -> None:
         """Sends it to those who keep a copy."""
-        self._page = number
+        self._batch = number
         if not self._keepers:
             return
-        data = _encoder.encode(page)
+        data = _encoder.encode(batch)
         parts = _parts(LedgerMark(self._term, number), data, base=False)
         for node, keeper in self._keepers.items():
             # Sent now, it would arrive before the base that it continues, and a copy with a hole is none.
@@ -402,7 +402,7 @@ class LedgerCopies:
                 self._lines.send(node, m.KeepLedger(mark=LedgerMark(), data=b"", base=True))
 
     def _keeps(self, nodes: Mapping[str, Node], node: str) -> bool:
-        # An agent that has connected again missed pages meanwhile.
+        # An agent that has connected again missed batches meanwhile.
         same = self._lines.by_node.get(node) is self._keepers[node].line
         return same and node in nodes and nodes[node].alive
 
@@ -413,10 +413,10 @@ class LedgerCopies:
 
     def _begin(self, node: str, keeper: _Keeper) -> None:
         keeper.has_base, keeper.nbytes = False, 0
-        # Taken here and not when the task runs: pages from now on wait with the keeper. One that came in between would
-        # be in the base's mark and also follow it, and a copy that gets a page twice is given up.
-        # The file may have pages that also wait. Its reader knows which: a page's number is in it.
-        mark = LedgerMark(self._term, self._page)
+        # Taken here and not when the task runs: batches from now on wait with the keeper. One that came in between would
+        # be in the base's mark and also follow it, and a copy that gets a batch twice is given up.
+        # The file may have batches that also wait. Its reader knows which: a batch's number is in it.
+        mark = LedgerMark(self._term, self._batch)
         task = asyncio.create_task(self._give_base(node, keeper, mark))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -431,7 +431,7 @@ class LedgerCopies:
                 del self._keepers[node]
                 self._lines.with_copy.add(node)
             return
-        # It may have been replaced while the base was read, by a new connection of the same node. Pages for
+        # It may have been replaced while the base was read, by a new connection of the same node. Batches for
         # that one wait with its own keeper, and a base from here would come before them.
         if self._keepers.get(node) is keeper:
             keeper.has_base = True

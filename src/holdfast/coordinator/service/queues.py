@@ -172,7 +172,7 @@ class AgentLines:
     def __init__(self) -> None:
         self.by_node: dict[str, AgentQueue] = {}
         self.with_copy: set[str] = set()
-        """Connected nodes that have a copy of the ledger which may be old: none of its pages were sent to them for a while."""
+        """Connected nodes that have a copy of the ledger which may be old: none of its batches were sent to them for a while."""
         self._formed: tuple[m.Generation, msgspec.Raw] | None = None
 
     def send(self, node: str, message: m.ToAgent) -> None:

@@ -18,7 +18,7 @@ from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Readings, Scrape
 from holdfast.coordinator.service.queues import FAREWELL_S
-from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
+from holdfast.coordinator.service.store import KEEPERS, LedgerBatch, News, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import JobWatcher, Watchers, announcement
 from holdfast.errors import Damaged, UsageError
@@ -136,7 +136,7 @@ class Routes:
         # For the next coordinator, which would else have to wait at the end for people who never looked. At the end, and
         # where this one hands over, it closes their connections itself: that says nothing about them.
         if not self._loop.has_left and not self._loop.over.is_set():
-            self._ledger.write(Page(kept={KEEPERS: msgspec.msgpack.encode(self._watchers.keepers)}))
+            self._ledger.write(LedgerBatch(kept={KEEPERS: msgspec.msgpack.encode(self._watchers.keepers)}))
 
     async def _send(self, watcher: JobWatcher, socket: web.WebSocketResponse, keeps: bool) -> None:
         try:

@@ -98,7 +98,7 @@ class Coordinator:
             shared=shared,
             open_store=lambda: Store(path, shared=shared),
             trouble=lambda why: self._loop.on_ledger_trouble(why),
-            also=self._copies.on_page,
+            also=self._copies.on_batch,
         )
         store = self._ledger.store
         saved = store.load()

@@ -66,8 +66,8 @@ _NEXT_PLACE = "(select coalesce(max(place), 0) + 1 from steps)"
 
 SNAPSHOT = "core"
 """Under which name the core's state is kept."""
-PAGES = "pages"
-"""Under which name the number of the newest page is kept."""
+BATCHES = "pages"
+"""Under which name the number of the newest batch is kept. The value is what is on disk."""
 SPOKEN = "protocol"
 """Under which name the version of the protocol is kept that the job's processes speak."""
 KEEPERS = "keepers"
@@ -187,18 +187,18 @@ class ReportedSteps(msgspec.Struct, frozen=True, kw_only=True):
     """(name, step, value) of each value that the script logged."""
 
 
-class Page(msgspec.Struct):
-    """What is written together, all or nothing.
+class LedgerBatch(msgspec.Struct):
+    """Rows that are written to the ledger in one transaction.
 
-    A page may be written again, also when only its writer does not know that it was: events have their
-    numbers already, and steps and values replace themselves."""
+    Writing a batch again changes nothing, so a writer that does not know whether it was written may repeat it: entries have
+    their numbers already, and steps and values replace themselves."""
 
     entries: list[LedgerEntry] = []
     steps: list[ReportedSteps] = []
     kept: dict[str, bytes] = {}
     """Small named values, of which the newest counts."""
 
-    def add(self, later: Page) -> None:
+    def add(self, later: LedgerBatch) -> None:
         """Takes in what comes after it."""
         self.entries += later.entries
         self.steps += later.steps
@@ -260,26 +260,26 @@ class Store:
         """Everything since `begin` is in the file now."""
         self._db.execute("commit")
 
-    def write(self, page: Page) -> None:
+    def write(self, batch: LedgerBatch) -> None:
         """All of it, or nothing: then it raises sqlite3.Error, and may be called again."""
         self.begin()
         try:
             self._db.executemany(
-                # Ignored if its number is there already: this page may have been written before, with an
+                # Ignored if its number is there already: this batch may have been written before, with an
                 # answer that was lost.
                 "insert or ignore into events values (?, ?, ?, ?, ?)",
-                [(e.seq, e.t_s, e.utc, e.kind, _text(e.fields)) for e in page.entries],
+                [(e.seq, e.t_s, e.utc, e.kind, _text(e.fields)) for e in batch.entries],
             )
-            for reported in page.steps:
+            for reported in batch.steps:
                 self.add_steps(reported.t_s, reported.losses, reported.generation, reported.world)
                 self.add_figures(reported.figures, reported.generation)
-            steps = [told.step for reported in page.steps for told in reported.losses]
+            steps = [told.step for reported in batch.steps for told in reported.losses]
             self._roll_up(steps)
-            logged = [(name, step) for reported in page.steps for name, step, _ in reported.figures]
+            logged = [(name, step) for reported in batch.steps for name, step, _ in reported.figures]
             rollups.roll_up_figures(self._db, logged, self._dropped.floors)
-            for name, value in page.kept.items():
+            for name, value in batch.kept.items():
                 self.keep(name, value)
-            formed = any(e.kind in ("formed", "started") for e in page.entries)
+            formed = any(e.kind in ("formed", "started") for e in batch.entries)
             dropped = rollups.compact(self._db, self._dropped, max(steps, default=None), formed)
             self.commit()
             # Only now: what was removed in a transaction that failed is still there.
@@ -323,9 +323,9 @@ class Store:
             raise sqlite3.DatabaseError(f"{name!r} in it is damaged")
         return row[0]
 
-    def pages(self) -> int:
-        """Number of the newest page; 0: there is none, or it is of a version that did not number them."""
-        return self.kept_as(PAGES, _numbers) or 0
+    def batches(self) -> int:
+        """Number of the newest batch; 0: there is none, or it is of a version that did not number them."""
+        return self.kept_as(BATCHES, _numbers) or 0
 
     def kept_as(self, name: str, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
         """A small named value that was kept as msgpack; None when it was never kept. Raises sqlite3.DatabaseError: it is damaged."""
@@ -458,7 +458,7 @@ class Store:
             "select seq, t_s, utc, kind, fields from events where seq > ? order by seq", (after,)
         )
 
-    def incidents(self, until: int, left: Page | None = None) -> list[dict[str, Any]]:
+    def incidents(self, until: int, left: LedgerBatch | None = None) -> list[dict[str, Any]]:
         """What the events tell of incidents up to a number, in their order: the fields of `IncidentFacts`. left: as for `steps`."""
         kinds = ", ".join(f"'{kind}'" for kind in sorted(ABOUT_INCIDENTS))
         rows = self._db.execute(f"select kind, fields from events where kind in ({kinds}) order by seq")
@@ -499,7 +499,7 @@ class Store:
         query = "select step, value from figures where name = ? order by step"
         return list(self._db.execute(query, (name,)))
 
-    def steps(self, left: Page | None = None) -> list[StepRow]:
+    def steps(self, left: LedgerBatch | None = None) -> list[StepRow]:
         """All committed steps in their order. left: what the file does not have yet, as if it had."""
         if left is not None and left.steps:
             with closing(Store.of(self.copy())) as copy:
@@ -507,7 +507,7 @@ class Store:
                 return copy.steps()
         return self._rows("steps")
 
-    def summary(self, left: Page | None = None) -> StepSummary:
+    def summary(self, left: LedgerBatch | None = None) -> StepSummary:
         """What a report tells of all committed steps. left: as for `steps`."""
         if left is not None and left.steps:
             with closing(Store.of(self.copy())) as copy:
