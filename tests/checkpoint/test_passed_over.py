@@ -125,7 +125,7 @@ class Agent:
 
     def __init__(self, folder, cadence):
         env = {"HOLDFAST_GENERATION": "1", "HOLDFAST_SNAPSHOT_EVERY": cadence}
-        self.start, self.page = SimpleNamespace(env=env), SimpleNamespace(committed=0)
+        self.start, self.record = SimpleNamespace(env=env), SimpleNamespace(committed=0)
         self.token, self.notices = "t", None
         self.folder, self.room, self.there, self.asked = folder, True, {}, []
 

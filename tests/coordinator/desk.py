@@ -12,7 +12,7 @@ from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.tally import READ, Tally, happened
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.machine.progress_page import PageReading, Phase
+from holdfast.protocol.machine.progress_record import PageReading, Phase
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Part, Saving, Shard
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import OrderDone
 from holdfast.protocol.job import Durable
-from holdfast.protocol.machine.progress_page import PageReading, Phase
+from holdfast.protocol.machine.progress_record import PageReading, Phase
 
 
 def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool = False) -> None:

@@ -18,7 +18,7 @@ from holdfast.coordinator.membership.policy import (
     settle,
 )
 from holdfast.protocol.causes import KilledForMemory, ProcessEnded
-from holdfast.protocol.machine.progress_page import PageReading, Phase
+from holdfast.protocol.machine.progress_record import PageReading, Phase
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
 
 # ---------------------------------------------------------------- settle

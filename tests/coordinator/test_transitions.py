@@ -149,8 +149,8 @@ def owners_of_fields():
 
 def test_each_struct_of_the_state_has_an_owner():
     owned = {part: {kind.__name__ for kind in owned_structs(part)} for part in PARTS}
-    assert {"Node", "Worker", "Change"} <= owned["membership"]
-    assert {"Snapshot", "NodeMemory"} <= owned["storage"] - owned["membership"]
+    assert {"Node", "Worker", "PlannedChange"} <= owned["membership"]
+    assert {"MemorySnapshot", "NodeMemory"} <= owned["storage"] - owned["membership"]
     assert {"NodeHealth", "Checking", "Act"} <= owned["health"] - owned["membership"]
     everything = {name for name, kind in vars(state).items() if structs_in(kind)}
     assert everything - {"Timers"} <= set().union(*owned.values())

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed  # noqa: F401 - its recorders are replaced
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.machine.progress_page import ProgressPage
+from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.phases import MOST_GROUPS, GroupReading
 from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.train import level0_hook
@@ -110,13 +110,13 @@ def link():
         worker="w", script="train.py", args=(), module=False, env={}, cwd=".", log="", page="", stacks="",
         token="", host="127.0.0.1",
     )  # fmt: skip
-    page = ProgressPage()
-    link = Link(theirs, start, page, "token")
+    record = ProgressRecord()
+    link = Link(theirs, start, record, "token")
     link.listen()
     yield link, ours
     link.close()
     ours.close()
-    page.close()
+    record.close()
 
 
 def test_the_agent_is_answered_with_its_number(link, monkeypatch):

@@ -12,7 +12,7 @@ def joined(every="10", saves=True, shard=(0, 1)):
     """Snapshots of a worker that is in a generation, and what they say to the agent."""
     said = []
     link = SimpleNamespace(
-        start=SimpleNamespace(env={"HOLDFAST_SNAPSHOT_EVERY": every}), send=said.append, page=None
+        start=SimpleNamespace(env={"HOLDFAST_SNAPSHOT_EVERY": every}), send=said.append, record=None
     )
     snapshots = StateSnapshots(link, SimpleNamespace())
     join(snapshots, saves, shard)

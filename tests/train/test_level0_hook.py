@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault, FaultKind
-from holdfast.protocol.machine.progress_page import ProgressPage
+from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.train.faults import FaultPlan
@@ -21,7 +21,7 @@ from holdfast.train.link import Link
 def agent():
     """The agent's end of a worker's socket, and the counter at the other."""
     ours, theirs = socket.socketpair()
-    page = ProgressPage()
+    record = ProgressRecord()
     link = Link(
         theirs,
         m.Start(
@@ -37,7 +37,7 @@ def agent():
             token="",
             host="127.0.0.1",
         ),
-        page,
+        record,
         "token",
     )
     faults = FaultPlan(link)
@@ -45,14 +45,14 @@ def agent():
         threading.enumerate()
     )  # a job of one, of a test in the same process, has a thread of the same name
     link.listen()
-    yield ours, StepCounter(link, faults), faults, page
+    yield ours, StepCounter(link, faults), faults, record
     ours.shutdown(socket.SHUT_WR)  # ends the thread that reads
     for thread in set(threading.enumerate()) - before:
         if thread.name == "holdfast-link":
             thread.join()
     ours.close()
     theirs.close()
-    page.close()
+    record.close()
 
 
 def train(counter: StepCounter, steps: int, last_told: bool = False) -> torch.nn.Parameter:
@@ -68,7 +68,7 @@ def train(counter: StepCounter, steps: int, last_told: bool = False) -> torch.nn
 
 
 def test_steps_are_counted_and_told(agent):
-    ours, counter, _, page = agent
+    ours, counter, _, record = agent
     counter.every_s = 3600.0
     train(counter, 5)
     codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
@@ -78,7 +78,7 @@ def test_steps_are_counted_and_told(agent):
     assert (first.committed, first.median_s) == (1, None)
     assert second.committed == 2
     assert second.median_s is not None  # a worker that stops right after must be found
-    assert page.read().committed == 5
+    assert record.read().committed == 5
 
 
 def test_blocks_of_steps_are_told_with_the_next_word(agent):
@@ -93,10 +93,10 @@ def test_blocks_of_steps_are_told_with_the_next_word(agent):
 
 
 def test_a_second_optimizer_does_not_count(agent):
-    _, counter, _, page = agent
+    _, counter, _, record = agent
     train(counter, 2)
     train(counter, 5)
-    assert page.read().committed == 2
+    assert record.read().committed == 2
 
 
 def test_nan_poisons_this_rank_at_its_step(agent):

@@ -10,7 +10,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.machine import notice_board
 from holdfast.protocol.machine.notice_board import NoticeBoard
-from holdfast.protocol.machine.progress_page import ProgressPage
+from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 from holdfast.protocol.wire.frames import pack
 from holdfast.train import worker
@@ -113,15 +113,15 @@ def coordinator():
         worker="w", script="", args=(), module=False, env={}, cwd="", log="", page="", stacks="",
         token="", host="127.0.0.1",
     )  # fmt: skip
-    page = ProgressPage()
-    link = Link(ours, start, page, "token")
+    record = ProgressRecord()
+    link = Link(ours, start, record, "token")
     link.listen()
     agent_link.attach(link)
     yield theirs
     agent_link.detach()
     theirs.close()
     link.close()
-    page.close()
+    record.close()
 
 
 def wait_until_taken_in(peer):

@@ -60,7 +60,7 @@ def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
 def test_another_generation_counts_from_its_beginning(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(step_report, "time", clock)
-    report = step_report.PhaseReport(SimpleNamespace(page=None), None)
+    report = step_report.PhaseReport(SimpleNamespace(record=None), None)
     report.leave()
     clock.now = 3.0
     report.take()

@@ -181,8 +181,8 @@ def test_a_relaxed_watchdog_after_the_last_step_changes_nothing():
                     step.backward(model(x).sum())
                 step.apply(optimizer)
         with run.relaxed_watchdog():
-            phases.append(run._replica.link.page.phase)
-        phases.append(run._replica.link.page.phase)
+            phases.append(run._replica.link.record.phase)
+        phases.append(run._replica.link.record.phase)
 
     phases = []
     hf.start(main)

@@ -20,7 +20,7 @@ class Listens:
 
     def __init__(self) -> None:
         self.failed = False
-        self.page = SimpleNamespace(phase=Phase.STARTUP)
+        self.record = SimpleNamespace(phase=Phase.STARTUP)
         self.said: list[Any] = []
 
     def send(self, message: m.WorkerMessage) -> None:

@@ -433,7 +433,7 @@ class Agent:
                 env=env,
                 cwd=order.cwd,
                 log=str(worker.log),
-                page=worker.page.path,
+                page=worker.record.path,
                 stacks=str(worker.stacks),
                 token=self._token,
                 host=config.host,

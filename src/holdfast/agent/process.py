@@ -1,4 +1,4 @@
-"""One worker as its agent sees it: process, socket, progress page, output, whether it makes progress, and what it leaves behind."""
+"""One worker as its agent sees it: process, socket, progress record, output, whether it makes progress, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.machine import processes
 from holdfast.protocol.machine.processes import catches, stat_of
-from holdfast.protocol.machine.progress_page import STACKS_SIGNAL, ProgressPage
+from holdfast.protocol.machine.progress_record import STACKS_SIGNAL, ProgressRecord
 from holdfast.protocol.phases import (
     OUTSIDE_PHASES,
     SLOW_PHASES,
@@ -62,7 +62,7 @@ class WorkerProcess:
         safe = name.replace("#", "-")
         self.log = folder / f"{safe}.log"
         self.stacks = folder / f"{safe}.stacks"
-        self.page = ProgressPage()
+        self.record = ProgressRecord()
         self.formed = 0
         self.attached = False
         self.ready: m.Ready | None = None
@@ -203,10 +203,10 @@ class WorkerProcess:
         # core has to see them before Exited, or a finished worker would count as failed.
         await self._reading
         self._warm.writer.close()
-        page = self.page.read()
+        reading = self.record.read()
         # Only a level 0 script has no generation. Its optimizer steps tell the core whether a restart made
         # progress; at level 2 commits are counted elsewhere.
-        steps = 0 if page.generation else page.committed
+        steps = 0 if reading.generation else reading.committed
         short = code == -signal.SIGKILL and not self._killed and self._was_killed_for_memory()
         ended = m.Exited(
             worker=self.name,
@@ -221,7 +221,7 @@ class WorkerProcess:
             groups=self._groups if self._script_ended else None,
         )
         self._exited(self, ended)
-        self.page.close()
+        self.record.close()
         # The file was opened for the signal handler at the start, and most workers never write a stack.
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()
@@ -266,9 +266,9 @@ class WorkerProcess:
 
     def view(self, groups: Groups | None = None) -> m.WorkerView:
         """What is known of the worker now. groups: what it has just answered."""
-        page = self.page.read() if not self.gone else PageReading()
+        reading = self.record.read() if not self.gone else PageReading()
         # Whoever waits for this one asks a little before its own time is over.
-        outside = self.attached and page.phase in OUTSIDE_PHASES
+        outside = self.attached and reading.phase in OUTSIDE_PHASES
         if outside and self._cpu is not None and time.monotonic() - self._cpu[0] >= LOOK_S:
             self._sample_cpu()
         return m.WorkerView(
@@ -276,9 +276,11 @@ class WorkerProcess:
             slot=self.slot,
             pid=self.pid,
             formed=self.formed,
-            page=page,
+            page=reading,
             process=process_state(self.pid),
-            idle_s=self._standstill.idle_s(page.beat_s, waited_for_processor_s(self.pid), time.monotonic()),
+            idle_s=self._standstill.idle_s(
+                reading.beat_s, waited_for_processor_s(self.pid), time.monotonic()
+            ),
             ready=self.ready,
             attached=self.attached,
             parked=self.parked,
@@ -329,13 +331,13 @@ class WorkerProcess:
         self._timer = None
         if self.gone or self.parked is not None or self.done is not None:
             return
-        if not self.attached or self.page.read().phase in OUTSIDE_PHASES:
+        if not self.attached or self.record.read().phase in OUTSIDE_PHASES:
             self._sample_cpu()
         view = self.view()
         allowed = self._allowed_s(view)
         if view.idle_s < allowed:
-            # The worker moved in the meantime, by the page that it shares with the agent. There is no event
-            # for that page, so the timer is set to the earliest moment at which it can be stalled. The floor
+            # The worker moved in the meantime, by the record that it shares with the agent. There is no event
+            # for that record, so the timer is set to the earliest moment at which it can be stalled. The floor
             # of 50 ms keeps a worker whose allowance is about to end from waking the agent all the time.
             self._watch(max(0.05, min(allowed - view.idle_s, self._timing.stall_floor_s)))
             return
@@ -360,24 +362,24 @@ class WorkerProcess:
         worker itself needed to get there. A script at level 0 may well pause for a checkpoint, so it gets more; and
         one that computes meanwhile is left alone for longer, but that is for the core to decide.
         """
-        page = view.page
+        reading = view.page
         if not self.attached:
             if self.median_s is None:
                 # Before the first step nothing is known: the script may download data or compile for minutes.
-                return self._timing.start_s if page.committed else float("inf")
+                return self._timing.start_s if reading.committed else float("inf")
             # Steps of an unmodified script may include an evaluation or a checkpoint, which take many step
             # times. A false restart costs more than a late one.
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
-        if page.phase in SLOW_PHASES or (view.busy and page.phase in OUTSIDE_PHASES):
+        if reading.phase in SLOW_PHASES or (view.busy and reading.phase in OUTSIDE_PHASES):
             return self._timing.start_s
         if self.median_s is not None:
             return self._timing.stall_s(self.median_s)
-        if page.phase in (Phase.REDUCE, Phase.VOTE):
+        if reading.phase in (Phase.REDUCE, Phase.VOTE):
             # Ranks compute for about as long as each other, so a peer that has not arrived after a multiple
             # of this rank's own time is stuck.
-            own = page.phase_began_s - page.step_began_s
+            own = reading.phase_began_s - reading.step_began_s
             return max(self._timing.stall_floor_s, self._timing.stall_factor * own)
-        if page.phase in WAITING_PHASES or page.phase == Phase.TRANSFER:
+        if reading.phase in WAITING_PHASES or reading.phase == Phase.TRANSFER:
             return self._timing.stall_floor_s
         return float("inf")
 

@@ -10,7 +10,7 @@ import msgspec
 from holdfast.checkpoint.memory import SlotMaps, Watcher
 from holdfast.protocol import messages as m
 from holdfast.protocol.machine.notice_board import NoticeBoard
-from holdfast.protocol.machine.progress_page import ProgressPage
+from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.snapshots import Key
 from holdfast.tensors.index import Index
 
@@ -19,7 +19,7 @@ class AgentLink(Protocol):
     """What checkpoints need of a worker's link (`holdfast.train.link.Link`)."""
 
     start: m.Start
-    page: ProgressPage
+    record: ProgressRecord
     token: str
     notices: NoticeBoard
 

@@ -242,7 +242,7 @@ class AgentBackend:
             return PassedOver.NOT_DUE
         if wanted or self._turns.decides:
             self._slots.want(key, index.nbytes, wanted, self._turns.agree)
-        return partial(self._fill, key, index, wanted, self._link.page.committed)
+        return partial(self._fill, key, index, wanted, self._link.record.committed)
 
     def keeps_newest(self, why: PassedOver) -> bool:
         """The agent brings it to the durable tiers at the job's end."""
@@ -332,7 +332,7 @@ class AgentBackend:
         """The coordinator counts what is done again."""
         self._turns.begins_at(step or 0)
         if self.rank == 0:
-            self._link.send(m.Loaded(self._generation, step, self._link.page.committed))
+            self._link.send(m.Loaded(self._generation, step, self._link.record.committed))
 
     def flush(self) -> None:
         """The agent does the rest, whatever becomes of this process."""

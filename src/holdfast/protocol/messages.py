@@ -521,7 +521,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     log: str
     """Path of the file that its output goes to."""
     page: str
-    """Path of its progress page."""
+    """Path of its progress record."""
     stacks: str
     """Path of the file that its stacks are written to."""
     token: str

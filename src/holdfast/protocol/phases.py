@@ -44,7 +44,7 @@ OUTSIDE_PHASES = frozenset({Phase.COMMIT})
 
 
 class PageReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the progress page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
+    """What the progress record said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
 
     generation: int = 0
     """The newest that the worker joined; 0: none."""

@@ -76,7 +76,7 @@ class HeldState:
         )
         self._link, self._faults, self._place = link, faults, place
         self.buffer_rules = buffer_rules
-        self._page = link.page
+        self._record = link.record
         if constants:
             protected = state_image.WithConstants(
                 {**protected, constants_name: constants}, constants.left_out(protected)
@@ -143,14 +143,14 @@ class HeldState:
         # between and reports, it must report that it holds nothing.
         self.committed = None
         self.snapshots.before_update()
-        self._page.wait_for(-1)
-        self._page.enter(Phase.TRANSFER)
+        self._record.wait_for(-1)
+        self._record.enter(Phase.TRANSFER)
         self._faults.reach(Phase.TRANSFER, form.generation.start)
         cursor = self._protected.get(NAME)
         if isinstance(cursor, DataCursor):
             cursor.from_peer = bool(form.donors)
         restored = self._restorer.restore(form)
-        self._page.beat()
+        self._record.beat()
         if isinstance(cursor, DataCursor):
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.
@@ -229,7 +229,7 @@ class HeldState:
         tiers = tiers_of(self._link.start.env)
         if not tiers:
             return False
-        self._page.enter(Phase.TIER)
+        self._record.enter(Phase.TIER)
         saves = ordered or self.snapshots.saves
         # The agent's memory outlives this process, so the copy there is brought to every tier while the job
         # already ends.
@@ -248,7 +248,7 @@ class HeldState:
                 state_image.capture(self._protected, step),
                 tier.url,
                 Retention(tier.keep, tier.keep_every),
-                lambda nbytes: self._page.beat(),
+                lambda nbytes: self._record.beat(),
             )
         except HoldfastError as trouble:
             error = str(trouble)

@@ -73,7 +73,7 @@ class StepCounter:
             self._has_begun()
             first()
         hold_process_groups()
-        if self._link.page.generation:
+        if self._link.record.generation:
             # An unmodified script has no commit. At level 2 this hook would count an optimizer's step before
             # its commit is noted, and the agent would see one too many.
             return  # at level 2 the commit counts
@@ -92,9 +92,9 @@ class StepCounter:
             self._durations.append(now - self._last)
         self._last = now
         self._steps += 1
-        page = self._link.page
-        page.committed = self._steps
-        page.enter(Phase.FORWARD)
+        record = self._link.record
+        record.committed = self._steps
+        record.enter(Phase.FORWARD)
         block = self._own_time.stepped(self._steps - 1) if self._own_time is not None else None
         if block is not None:
             self._spent.append(block)

@@ -17,7 +17,7 @@ from holdfast.errors import GenerationBroken
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.machine.notice_board import NoticeBoard
-from holdfast.protocol.machine.progress_page import ProgressPage
+from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.notices import Notice
 from holdfast.protocol.snapshots import Key
 from holdfast.protocol.wire.frames import Codec, pack
@@ -30,14 +30,14 @@ class Link:
 
     Attributes:
         start: what this worker was told to become.
-        page: the shared progress page.
+        record: the progress record, shared with the agent.
         failed: the script raised outside of a step; this worker ends and has nothing more to say.
         notices: what is to go away, as far as the job knows.
     """
 
-    def __init__(self, sock: socket.socket, start: m.Start, page: ProgressPage, token: str) -> None:
+    def __init__(self, sock: socket.socket, start: m.Start, record: ProgressRecord, token: str) -> None:
         self.start = start
-        self.page = page
+        self.record = record
         self.token = token
         self.failed = False
         self.notices = NoticeBoard()

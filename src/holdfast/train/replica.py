@@ -158,7 +158,7 @@ class Replica:
         self._checked = 0
         self._faults = faults
         self._alone = alone
-        self._page = link.page
+        self._record = link.record
         host = link.start.host
         # Listener and donor outlive `main`: when it runs again for another shard the ports that the
         # coordinator knows must stay the same.
@@ -183,7 +183,7 @@ class Replica:
         """
         self.place.micro_batches = micro_batches
         digest = self.state.digest
-        self._page.enter(Phase.IDLE)
+        self._record.enter(Phase.IDLE)
         host, ports = self.link.start.host, (self._listener.port, self._donor.port)
         sharding = self.sharding
         shape, shard_index = (sharding.shape, sharding.shard_index) if sharding else ((1, 1), 0)
@@ -218,7 +218,7 @@ class Replica:
             # The order is taken over before the prepared step is resolved: resolving reports progress, and does
             # so under the new generation's number.
             self.place.form = order
-            self._page.generation = self.place.generation
+            self._record.generation = self.place.generation
             # Before this worker joins: it may be a donor of the state in which the new generation starts, and
             # newcomers read its live tensors as soon as they are published.
             self._resolve(order.apply)
@@ -259,7 +259,7 @@ class Replica:
         # Everybody is connected, and the generation may already be over. Reporting Joined for it would let
         # the coordinator take this worker for one that trains.
         self.link.check(generation.number)
-        self._page.beat()
+        self._record.beat()
         self._progress.joined()
         join_s = time.monotonic() - began - (restore_s or 0.0)
         self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
@@ -303,9 +303,9 @@ class Replica:
         generation = form.generation
         # A fresh start for whoever watches the page: a collective count or a peer of the old generation would
         # look like progress, or like a culprit.
-        self._page.wait_for(-1)
-        self._page.committed, self._page.collectives = self.committed, 0
-        self._page.enter(Phase.JOIN)
+        self._record.wait_for(-1)
+        self._record.committed, self._record.collectives = self.committed, 0
+        self._record.enter(Phase.JOIN)
         groups = (
             self.sharding.groups if self.sharding and replica >= 0 and generation.shard_count > 1 else None
         )
@@ -329,7 +329,7 @@ class Replica:
             group.halt if groups else None,
             groups.run_to if groups else None,
         )
-        self._group.channel.waits, self._group.channel.reached = self._phases.wait_for, self._page.beat
+        self._group.channel.waits, self._group.channel.reached = self._phases.wait_for, self._record.beat
         self._group.join(self.link.token)
 
     def _part(self, error: Exception) -> None:
@@ -350,7 +350,7 @@ class Replica:
 
     def _quiesce(self) -> None:
         number = self.place.generation
-        self._page.enter(Phase.PARKED)
+        self._record.enter(Phase.PARKED)
         agreement = -1
         # The order matters. First `abort`, so that no thread waits for a peer. Then `leave`, which settles
         # that all calls of the replica's groups are complete. Then `drain`, because gloo may write into gradients
@@ -588,8 +588,8 @@ class Replica:
         self.enter(Phase.COMMIT, step.index)
         self._checked -= self.checks_local
         self.checks_local = self._checked > 0
-        self._page.committed = step.index + 1
-        self._page.beat()
+        self._record.committed = step.index + 1
+        self._record.beat()
         spent = self._phases.timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
         if spent is not None:
             # After the update that ended the block, which all members made before any of them can make another.
@@ -719,7 +719,7 @@ class Replica:
             m.Failed(
                 generation=self.place.generation,
                 step=step.index,
-                phase=int(self._page.phase),
+                phase=int(self._record.phase),
                 error=type(error).__name__,
                 message=str(error),
                 traceback="".join(traceback.format_exception(error)),
@@ -749,7 +749,7 @@ class Replica:
         self._progress.flush(self.committed)
         self.state.check_constants()
         held = self.state.finish(stopped)
-        self._page.enter(Phase.DONE)
+        self._record.enter(Phase.DONE)
         self.link.unguard()
         state = self.state
         self.link.send(

@@ -46,7 +46,7 @@ class StateRestorer:
     ) -> None:
         """sharding: of a replica of several workers."""
         self.link = link
-        self._page = link.page
+        self._record = link.record
         self._objects = objects
         self._sharding = sharding
         self._constants = constants
@@ -72,7 +72,7 @@ class StateRestorer:
         return self._from_shards(form) if form.shards else self._from_tier(form)
 
     def _fetch(self, form: m.JoinGeneration) -> state_image.Image:
-        fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form), self._page.wait_for)
+        fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form), self._record.wait_for)
         # A transfer waits for a peer like a collective does, so it is ended in the same way.
         self.link.guard(form.generation.number, fetch.abort)
         try:
@@ -83,7 +83,7 @@ class StateRestorer:
     def _fetch_constants(self, form: m.JoinGeneration) -> int:
         seen = self._seen(form)
         fetch = Fetch(
-            form.generation, form.donors, self.link.token, seen, self._page.wait_for, what="constant"
+            form.generation, form.donors, self.link.token, seen, self._record.wait_for, what="constant"
         )
         self.link.guard(form.generation.number, fetch.abort)
         try:
@@ -98,7 +98,7 @@ class StateRestorer:
     def _load(self, form: m.JoinGeneration, image: state_image.Image) -> int:
         # Before the objects are changed: if the generation is over, the next one may start from another step.
         self.link.check(form.generation.number)
-        self._page.beat()
+        self._record.beat()
         state_image.load(self._objects, image, self._submesh)
         return image.index.nbytes
 
@@ -136,7 +136,7 @@ class StateRestorer:
     def _from_tier(self, form: m.JoinGeneration) -> int:
         """The checkpoint, from its durable tier."""
         assert form.durable is not None
-        self._page.enter(Phase.TIER)
+        self._record.enter(Phase.TIER)
         try:
             seen, shard = self._seen(form), self._shard_of(form)
             return restore(self._objects, form.durable.url, form.durable.step, seen, shard, self._submesh)
@@ -160,7 +160,7 @@ class StateRestorer:
         restoring = HowFar(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))
 
         def seen(nbytes: int, total: int) -> None:
-            self._page.beat()
+            self._record.beat()
             # Called for every chunk, in the thread that reads: it ends a transfer whose generation broke, at
             # most one chunk late.
             self.link.check(number)

@@ -162,7 +162,7 @@ def mean_without_longest(values: tuple[float, ...]) -> float:
 
 
 class PhaseReport:
-    """Writes phases and signs of life onto the progress page, and lets injected faults strike where they are due.
+    """Writes phases and signs of life onto the progress record, and lets injected faults strike where they are due.
 
     Attributes:
         timer: where the time of a step goes.
@@ -174,7 +174,7 @@ class PhaseReport:
         self.script_s = 0.0
         self._leaves_s: float | None = None
         self._resumes = False
-        self._link, self._page, self._faults = link, link.page, faults
+        self._link, self._record, self._faults = link, link.record, faults
         self._before_call = Phase.COMMIT
 
     def forget(self) -> None:
@@ -194,7 +194,7 @@ class PhaseReport:
 
     def begin_step(self) -> None:
         """A step begins: it waits for its data."""
-        self._page.enter(Phase.DATA)
+        self._record.enter(Phase.DATA)
         self.timer.begin()
 
     def enter(self, phase: Phase, step: int) -> None:
@@ -202,34 +202,34 @@ class PhaseReport:
         if self._faults.slow > 1.0:
             self._faults.drag(self.timer.phase, self.timer.lasted_s())
         if phase is not Phase.DATA:
-            self._page.enter(phase)
+            self._record.enter(phase)
         self.timer.enter(phase)
         self._faults.reach(phase, step)
 
     def alive(self) -> None:
         """A collective was started or has ended: a sign of life for whoever looks for the odd one out."""
-        self._page.collectives += 1
-        self._page.beat()
+        self._record.collectives += 1
+        self._record.beat()
 
     def on_collective(self, begins: bool) -> None:
         """A collective of this worker's own replica begins, or has ended. Whoever looks for the one that holds the others
         up sees that this one waits."""
         self.timer.on_collective(begins)
         if begins:
-            self._before_call = self._page.phase
-        self._page.enter(Phase.REDUCE if begins else self._before_call)
+            self._before_call = self._record.phase
+        self._record.enter(Phase.REDUCE if begins else self._before_call)
         self.alive()
 
     def wait_for(self, rank: int) -> None:
         """This worker waits for the member with this rank; -1: for nobody."""
-        self._page.wait_for(rank)
+        self._record.wait_for(rank)
         self.timer.wait_for(rank)
 
     def off_step(self, on: bool) -> None:
         """The script begins or ends work of its own between two steps, or after the last: then nobody waits for it."""
-        if self._page.phase == Phase.DONE:
+        if self._record.phase == Phase.DONE:
             return
-        if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
+        if on and self._record.phase not in (Phase.COMMIT, Phase.JOIN):
             raise UsageError(
                 "run.relaxed_watchdog() is for work between two steps; use it outside of `with step`"
             )
@@ -240,7 +240,7 @@ class PhaseReport:
         elif self._resumes:
             self.leave()
         self._link.send(m.OffStep(on))
-        self._page.enter(Phase.ASIDE if on else Phase.COMMIT)
+        self._record.enter(Phase.ASIDE if on else Phase.COMMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

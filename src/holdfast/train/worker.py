@@ -21,7 +21,7 @@ from holdfast import logs
 from holdfast.checkpoint import agent_link
 from holdfast.errors import HoldfastError, JobStopped, UsageError
 from holdfast.protocol import messages as m
-from holdfast.protocol.machine.progress_page import STACKS_SIGNAL, ProgressPage
+from holdfast.protocol.machine.progress_record import STACKS_SIGNAL, ProgressRecord
 from holdfast.protocol.network.sockets import raise_descriptor_limit
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.wire.frames import Codec, pack
@@ -105,7 +105,7 @@ def attach() -> Attachment | None:
 def alone() -> Attachment:
     """A job of one: the messages go to a thread of this process that plays agent and coordinator."""
     ours, theirs = socket.socketpair()
-    page = ProgressPage()
+    record = ProgressRecord()
     start = m.Start(
         worker="alone",
         script="",
@@ -114,12 +114,12 @@ def alone() -> Attachment:
         env={},
         cwd=".",
         log="",
-        page=page.path,
+        page=record.path,
         stacks="",
         token="",
         host="127.0.0.1",
     )
-    link = Link(ours, start, page, "alone")
+    link = Link(ours, start, record, "alone")
     player = threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True)
     player.start()
     link.listen()
@@ -168,12 +168,12 @@ def become(sock: socket.socket) -> int:
         default=logging.WARNING,
         others=False,
     )
-    page = ProgressPage(start.page)
-    page.enter(Phase.STARTUP)
+    record = ProgressRecord(start.page)
+    record.enter(Phase.STARTUP)
     with os.fdopen(script.open_log(start.stacks), "w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         faulthandler.enable()
-        link = Link(sock, start, page, start.token)
+        link = Link(sock, start, record, start.token)
         link.on_stacks = partial(faulthandler.dump_traceback, stacks)
         faults = FaultPlan(link)
         # A data loader's child inherits the socket. Two readers on one connection would each get half of the
@@ -315,7 +315,7 @@ def _report(error: BaseException, link: Link) -> None:
         m.Failed(
             generation=0,
             step=None,
-            phase=int(link.page.phase),
+            phase=int(link.record.phase),
             error=type(error).__name__,
             message=message,
             traceback=text,

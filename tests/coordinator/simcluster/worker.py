@@ -59,7 +59,7 @@ class SimWorker:
         return "X" if not self.alive else "T" if self.stopped else "S"
 
     def page(self) -> PageReading:
-        """What the progress page says."""
+        """What the progress record says."""
         return PageReading(phase=int(self.phase))
 
     def groups(self) -> tuple[GroupReading, ...] | None:

@@ -1,4 +1,4 @@
-"""The progress page: what one process writes another reads."""
+"""The progress record: what one process writes another reads."""
 
 import multiprocessing
 import os
@@ -7,34 +7,34 @@ import time
 import pytest
 
 from holdfast.agent.process import Standstill, waited_for_processor_s
-from holdfast.protocol.machine.progress_page import ProgressPage
+from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.phases import Phase
 
 
 def work(path):
-    page = ProgressPage(path)
-    page.generation, page.committed, page.waits_for = 3, 40, 1
-    page.enter(Phase.BACKWARD)
-    page.wait_for(2)
-    page.close()
+    record = ProgressRecord(path)
+    record.generation, record.committed, record.waits_for = 3, 40, 1
+    record.enter(Phase.BACKWARD)
+    record.wait_for(2)
+    record.close()
 
 
 def test_what_the_worker_writes_its_agent_reads():
-    page = ProgressPage()
-    worker = multiprocessing.get_context("spawn").Process(target=work, args=(page.path,))
+    record = ProgressRecord()
+    worker = multiprocessing.get_context("spawn").Process(target=work, args=(record.path,))
     worker.start()
     worker.join()
     worker.close()
-    place = page.read()
+    place = record.read()
     assert (place.generation, place.committed, place.phase, place.waits_for) == (3, 40, Phase.BACKWARD, 2)
-    page.close()
+    record.close()
 
 
 def test_a_worker_may_write_on_when_its_agent_reads_no_more():
     before = os.listdir("/proc/self/fd")
-    page = ProgressPage()
-    worker = ProgressPage(page.path)
-    page.close()
+    record = ProgressRecord()
+    worker = ProgressRecord(record.path)
+    record.close()
     worker.beat()
     assert worker.read().phase == Phase.STARTUP
     worker.close()

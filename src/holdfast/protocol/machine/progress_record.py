@@ -1,7 +1,7 @@
-"""The progress page: 52 bytes of shared memory in which a worker says where it is.
+"""The progress record: 52 bytes of shared memory in which a worker keeps its phase, its step and the time of its last progress.
 
-Writing it costs under a microsecond, so every change of phase can be noted; it is read only when something
-looks wrong. It can be read when the worker is stopped, deadlocked or holds the GIL for ever.
+Writing it takes less than a microsecond, so every change of phase is recorded. The agent reads it only when something looks
+wrong, and can do so while the worker is stopped, deadlocked or holds the GIL for ever.
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ _WAITS = struct.Struct("<i")
 _WAITS_AT = _LAYOUT.size - _WAITS.size
 
 
-class ProgressPage:
-    """One worker's page. The agent makes it; the worker opens and writes it.
+class ProgressRecord:
+    """The progress record of one worker. The agent creates it; the worker opens and writes it.
 
-    It is in no file system: who writes to a mapped file waits for its disk now and then, and the job's folder may be on
-    that of another machine.
-
-    path: opens it in another process, while it is open here.
+    Attributes:
+        path: opens the record in another process, as long as it is open in this one.
     """
 
     def __init__(self, path: str = "") -> None:
-        """path: of the page that another process made; without one it is a new page."""
+        """path: of the record that another process made; empty: makes a new one."""
         if path:
             fd = os.open(path, os.O_RDWR)
         else:
             # In no file system: a mapped file is written back by the kernel, and its writer waits for that
             # disk now and then. With the job's folder on another machine, that would be seconds in the middle
             # of a step.
-            fd = os.memfd_create("holdfast-page")
+            fd = os.memfd_create("holdfast-progress")
             os.ftruncate(fd, _LAYOUT.size)
         self._map = mmap.mmap(fd, _LAYOUT.size)
         # Closed with the object, but not at the end of the process: the worker's agent may still read the
-        # page of a process that is just dying.
+        # record of a process that is just dying.
         self._close_file = weakref.finalize(self, os.close, fd)
         self._close_file.atexit = False
         # How the other process opens it. Valid as long as this process has it open, which is exactly as long
-        # as the page is of interest.
+        # as the record is of interest.
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.generation = 0
         self.committed = 0
@@ -73,7 +71,7 @@ class ProgressPage:
         self.beat()
 
     def beat(self) -> None:
-        """Something moved: writes every field."""
+        """Writes every field, with the time now as that of the last progress."""
         # One call for all fields. A reader in between may see half of it, which it takes for movement and
         # looks again; a lock would have to be held by processes that may be stopped at any time.
         _LAYOUT.pack_into(
@@ -90,18 +88,18 @@ class ProgressPage:
         )
 
     def wait_for(self, rank: int) -> None:
-        """The worker waits for this rank from now on; -1: no longer. No sign of life."""
+        """The worker waits for this rank from now on; -1: for none. Does not count as progress."""
         self.waits_for = rank
-        # Without touching the last beat: waiting for another name is no sign of life, and must not hide a
-        # hang.
+        # Without touching the time of the last progress: waiting for another rank is none, and must not
+        # hide a hang.
         _WAITS.pack_into(self._map, _WAITS_AT, rank)
 
     def read(self) -> PageReading:
-        """What the page says now (from the agent's side)."""
+        """The fields as they are now. For the agent."""
         fields = _LAYOUT.unpack_from(self._map, 0)
         return PageReading(**dict(zip(PageReading.__struct_fields__, fields, strict=True)))
 
     def close(self) -> None:
-        """Gives the memory back, when the other process has closed it too."""
+        """Unmaps the record. The memory is freed when the other process has closed it, too."""
         self._map.close()
         self._close_file()
