@@ -1,4 +1,4 @@
-"""Who sits near whom: against every other way to seat them, and for clusters of 4,096 nodes."""
+"""Who stands near whom: against every other way to place them, and for clusters of 4,096 nodes."""
 
 import inspect
 import itertools
@@ -16,13 +16,13 @@ from holdfast.coordinator.membership import rank_assignment
 from holdfast.coordinator.membership.policy import assign_ranks
 from holdfast.coordinator.membership.rank_assignment import (
     WorkerPlaces,
+    assign,
     fewest_places,
     in_order,
     match,
     path,
     pick,
     rows,
-    seat,
 )
 from holdfast.protocol.messages import Generation, Member, Parked
 from holdfast.protocol.place import nearness
@@ -62,11 +62,11 @@ def test_ranks_cross_every_border_as_rarely_as_can_be(places, per_node, rng):
 
 
 @given(st.lists(PLACES, max_size=9), st.lists(PLACES, max_size=9))
-def test_as_many_as_can_be_are_seated_near_at_every_level(seats, places):
-    holes = {i: path(p, f"gone{i}") for i, p in enumerate(seats)}
+def test_as_many_as_can_be_are_placed_near_at_every_level(vacant, places):
+    holes = {i: path(p, f"gone{i}") for i, p in enumerate(vacant)}
     paths = paths_of(places)
     found = match(holes, list(paths), paths)
-    assert len(found) == len(set(found.values())) == min(len(seats), len(places))
+    assert len(found) == len(set(found.values())) == min(len(vacant), len(places))
     for level in levels(paths):
         free = Counter(p[:level] for p in holes.values() if len(p) >= level)
         there = Counter(p[:level] for p in paths.values() if len(p) >= level)
@@ -76,15 +76,15 @@ def test_as_many_as_can_be_are_seated_near_at_every_level(seats, places):
 
 @settings(max_examples=60)
 @given(st.lists(PLACES, min_size=2, max_size=5), st.lists(PLACES, min_size=2, max_size=5))
-def test_no_other_seats_are_nearer(seats, places):
+def test_no_other_vacancies_are_nearer(vacant, places):
     """By trying all of them, which the bound of the test above is derived from."""
-    holes = {i: path(p, f"gone{i}") for i, p in enumerate(seats)}
+    holes = {i: path(p, f"gone{i}") for i, p in enumerate(vacant)}
     paths = paths_of(places)
 
     def near(pairs):
         return sum(nearness(holes[s], paths[w]) for s, w in pairs)
 
-    count = min(len(seats), len(places))
+    count = min(len(vacant), len(places))
     ways = (
         zip(some, order, strict=True)
         for some in itertools.combinations(holes, count)
@@ -155,10 +155,10 @@ def rows_of_nodes(zones, racks, nodes, shard_count):
     return WorkerPlaces(paths, dict.fromkeys(paths, (False, 0))), {w: shards[w] for w in order}
 
 
-def generation_of(seating, shard_count):
+def generation_of(assigned, shard_count):
     members = [
         Member(rank=r * shard_count + q, worker=w, node=w, slot=0, replica=r, shard_index=q)
-        for r, row in enumerate(seating.replicas)
+        for r, row in enumerate(assigned.replicas)
         for q, w in enumerate(row)
     ]
     return Generation(number=1, members=tuple(members), shape=(shard_count, 1))
@@ -166,8 +166,8 @@ def generation_of(seating, shard_count):
 
 def test_replicas_stand_within_a_rack_and_follow_each_other():
     standing, shards = rows_of_nodes(2, 2, 8, 4)
-    seating = seat(None, {}, shards, 4, 8, standing)
-    racks = [{standing.paths[w][1:3] for w in row} for row in seating.replicas]
+    assigned = assign(None, {}, shards, 4, 8, standing)
+    racks = [{standing.paths[w][1:3] for w in row} for row in assigned.replicas]
     assert all(len(r) == 1 for r in racks)
     order = [next(iter(r)) for r in racks]
     assert len([k for k, _ in itertools.groupby(order)]) == 4
@@ -177,13 +177,13 @@ def test_replicas_stand_within_a_rack_and_follow_each_other():
 def test_a_lost_shard_is_replaced_from_its_own_rack():
     standing, shards = rows_of_nodes(2, 2, 9, 4)  # a spare in each rack, built for shard 0
     spares = {w for w in shards if standing.paths[w][-1] in {"n8", "n17", "n26", "n35"}}
-    seating = seat(None, {}, {w: q for w, q in shards.items() if w not in spares}, 4, 8, standing)
-    before = generation_of(seating, 4)
-    lost = seating.replicas[5][0]
+    assigned = assign(None, {}, {w: q for w, q in shards.items() if w not in spares}, 4, 8, standing)
+    before = generation_of(assigned, 4)
+    lost = assigned.replicas[5][0]
     left = {w: q for w, q in shards.items() if w not in spares and w != lost}
-    again = seat(before, left, dict.fromkeys(sorted(spares), 0), 4, 8, standing)
+    again = assign(before, left, dict.fromkeys(sorted(spares), 0), 4, 8, standing)
     assert [row for i, row in enumerate(again.replicas) if i != 5] == [
-        row for i, row in enumerate(seating.replicas) if i != 5
+        row for i, row in enumerate(assigned.replicas) if i != 5
     ]
     came = again.replicas[5][0]
     assert nearness(standing.paths[came], standing.paths[lost]) == 3
@@ -235,11 +235,11 @@ def test_replicas_of_32_of_4096_nodes(large):
     paths, workers = large
     number = {w: int(w[1:]) % 32 for w in workers}
     standing = WorkerPlaces(paths, dict.fromkeys(workers, (False, 0)))
-    seating = seat(None, {}, number, 32, 128, standing)
-    assert all(len({paths[w][:4] for w in row}) == 1 for row in seating.replicas)
-    before, lost = generation_of(seating, 32), seating.replicas[70][7]
+    assigned = assign(None, {}, number, 32, 128, standing)
+    assert all(len({paths[w][:4] for w in row}) == 1 for row in assigned.replicas)
+    before, lost = generation_of(assigned, 32), assigned.replicas[70][7]
     left = {w: q for w, q in number.items() if w != lost}
-    again = seat(before, left, {}, 32, 128, standing)
+    again = assign(before, left, {}, 32, 128, standing)
     assert len(again.replicas) == 127
 
 
@@ -248,11 +248,11 @@ def ranked(nodes):
     return lines_of(lambda: assign_ranks(None, [], workers, paths))
 
 
-def seated(nodes):
+def assigned_at(nodes):
     paths, workers = cluster(nodes)
     number = {w: int(w[1:]) % 32 for w in workers}
     standing = WorkerPlaces(paths, dict.fromkeys(workers, (False, 0)))
-    return lines_of(lambda: seat(None, {}, number, 32, nodes // 32, standing))
+    return lines_of(lambda: assign(None, {}, number, 32, nodes // 32, standing))
 
 
 def replaced(nodes):
@@ -261,14 +261,14 @@ def replaced(nodes):
     order = in_order(workers, paths)
     lost = [w for w in order if paths[w][:4] == paths[order[0]][:4]]
     gone = set(lost)
-    seats = [paths[w] for w in lost]
+    vacant = [paths[w] for w in lost]
     beside = [paths[w] for w in order if w not in gone]
     spares = {f"s{i}": path((f"z{i % 4}", f"b{i % 16}", f"spare{i}"), f"spare{i}") for i in range(nodes // 8)}
     standing = WorkerPlaces(paths | spares, dict.fromkeys(spares, (False, 0)))
-    return lines_of(lambda: pick(standing, list(spares), 32, seats, beside))
+    return lines_of(lambda: pick(standing, list(spares), 32, vacant, beside))
 
 
-@pytest.mark.parametrize("cost", [ranked, seated, replaced])
+@pytest.mark.parametrize("cost", [ranked, assigned_at, replaced])
 def test_eight_times_as_many_nodes_cost_about_eight_times_as_much(cost):
     assert cost(4096) < 12 * cost(512)
 

@@ -5,13 +5,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.membership.rank_assignment import Seating, WorkerPlaces, path, seat, wanted
+from holdfast.coordinator.membership.rank_assignment import RankAssignment, WorkerPlaces, assign, path, wanted
 from holdfast.protocol.messages import Generation, Member
 
 
-def generation(seating: Seating, shard_count: int) -> Generation:
-    complete = len(seating.replicas) * shard_count
-    places = dict(seating.beside) | {w: p for row in seating.replicas for p, w in enumerate(row)}
+def generation(assigned: RankAssignment, shard_count: int) -> Generation:
+    complete = len(assigned.replicas) * shard_count
+    places = dict(assigned.beside) | {w: p for row in assigned.replicas for p, w in enumerate(row)}
     members = tuple(
         Member(
             rank=r,
@@ -21,21 +21,21 @@ def generation(seating: Seating, shard_count: int) -> Generation:
             replica=r // shard_count if r < complete else -1,
             shard_index=places[w],
         )
-        for r, w in enumerate(seating.workers)
+        for r, w in enumerate(assigned.workers)
     )
     return Generation(number=1, members=members, shape=(shard_count, 1))
 
 
 @st.composite
 def situations(draw):
-    """A generation as seating made it, what is left of it, and who came."""
+    """A generation as assigned made it, what is left of it, and who came."""
     shard_count = draw(st.integers(1, 4))
     places = st.lists(st.integers(0, shard_count - 1), max_size=12)
     first = {f"a{i}": p for i, p in enumerate(draw(places))}
-    before = generation(seat(None, {}, first, shard_count, draw(st.integers(0, 4))), shard_count)
+    before = generation(assign(None, {}, first, shard_count, draw(st.integers(0, 4))), shard_count)
     more = {f"b{i}": p for i, p in enumerate(draw(places))}
     held = {x.worker: x.shard_index for x in before.members}
-    before = generation(seat(before, held, more, shard_count, draw(st.integers(0, 4))), shard_count)
+    before = generation(assign(before, held, more, shard_count, draw(st.integers(0, 4))), shard_count)
     held = {x.worker: x.shard_index for x in before.members}
     lost = draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
     survivors = {w: p for w, p in held.items() if w not in lost}
@@ -52,7 +52,7 @@ def situations(draw):
 
 @st.composite
 def standings(draw, workers):
-    """Where they stand: nowhere that is known, or each in some rack. What holds of seats holds with and without."""
+    """Where they stand: nowhere that is known, or each in some rack. What holds of assignments holds with and without."""
     if draw(st.booleans()):
         return None
     racks = st.sampled_from([(), ("a", "x"), ("a", "y"), ("b", "x")])
@@ -63,55 +63,55 @@ def standings(draw, workers):
 @given(situations())
 def test_as_many_rows_as_can_be(situation):
     _, survivors, newcomers, shard_count, most, *_ = situation
-    seating = seat(*situation)
+    assigned = assign(*situation)
     there = Counter([*survivors.values(), *newcomers.values()])
-    assert len(seating.replicas) == min(most, *(there[p] for p in range(shard_count)))
+    assert len(assigned.replicas) == min(most, *(there[p] for p in range(shard_count)))
 
 
 @given(situations())
 def test_everyone_is_in_once_and_where_its_shard_is(situation):
     _, survivors, newcomers, shard_count, _, *_ = situation
-    seating = seat(*situation)
+    assigned = assign(*situation)
     places = survivors | newcomers
-    assert len(set(seating.workers)) == len(seating.workers)
-    assert all([places[w] for w in row] == list(range(shard_count)) for row in seating.replicas)
-    assert dict(seating.beside).items() <= survivors.items()
-    assert survivors.keys() <= set(seating.workers), "a survivor is never left out"
+    assert len(set(assigned.workers)) == len(assigned.workers)
+    assert all([places[w] for w in row] == list(range(shard_count)) for row in assigned.replicas)
+    assert dict(assigned.beside).items() <= survivors.items()
+    assert survivors.keys() <= set(assigned.workers), "a survivor is never left out"
 
 
 @given(situations())
 def test_survivors_are_taken_before_newcomers(situation):
     _, _, newcomers, shard_count, _, *_ = situation
-    seating = seat(*situation)
+    assigned = assign(*situation)
     for shard_index in range(shard_count):
-        came = any(row[shard_index] in newcomers for row in seating.replicas)
-        assert not came or shard_index not in dict(seating.beside).values()
+        came = any(row[shard_index] in newcomers for row in assigned.replicas)
+        assert not came or shard_index not in dict(assigned.beside).values()
 
 
 @given(situations())
 def test_rows_that_lost_nobody_stay_together(situation):
     before, survivors, _, _, _, *_ = situation
-    seating = seat(*situation)
+    assigned = assign(*situation)
     old = [tuple(m.worker for m in before.members if m.replica == r) for r in range(before.replicas)]
     whole = [row for row in old if all(w in survivors for w in row)]
-    kept = [row for row in whole if row in seating.replicas]
-    assert len(kept) == min(len(whole), len(seating.replicas))
-    if len(seating.replicas) == before.replicas:
-        assert all(seating.replicas[old.index(row)] == row for row in kept), "each keeps its number"
+    kept = [row for row in whole if row in assigned.replicas]
+    assert len(kept) == min(len(whole), len(assigned.replicas))
+    if len(assigned.replicas) == before.replicas:
+        assert all(assigned.replicas[old.index(row)] == row for row in kept), "each keeps its number"
     else:
-        assert sorted(kept, key=seating.replicas.index) == sorted(kept, key=old.index)
+        assert sorted(kept, key=assigned.replicas.index) == sorted(kept, key=old.index)
 
 
 @given(situations())
 def test_the_same_situation_is_seated_alike(situation):
-    assert seat(*situation) == seat(*situation)
+    assert assign(*situation) == assign(*situation)
 
 
 @given(situations())
 def test_nothing_changes_where_nothing_happened(situation):
     before, _, _, shard_count, _, *_ = situation
     held = {x.worker: x.shard_index for x in before.members}
-    again = seat(before, held, {}, shard_count, before.replicas)
+    again = assign(before, held, {}, shard_count, before.replicas)
     assert again.workers[: before.strength] == tuple(x.worker for x in before.members[: before.strength])
 
 
@@ -128,25 +128,25 @@ def test_with_those_that_are_wanted_the_rows_are_complete(case, rows):
 
 
 def two_rows() -> Generation:
-    return generation(seat(None, {}, {"a": 0, "b": 1, "c": 0, "d": 1}, 2, 2), 2)
+    return generation(assign(None, {}, {"a": 0, "b": 1, "c": 0, "d": 1}, 2, 2), 2)
 
 
 def test_two_replicas_that_lost_different_shards_become_one():
-    seating = seat(two_rows(), {"b": 1, "c": 0}, {}, 2, 2)
-    assert seating == Seating((("c", "b"),))
+    assigned = assign(two_rows(), {"b": 1, "c": 0}, {}, 2, 2)
+    assert assigned == RankAssignment((("c", "b"),))
 
 
 def test_who_misses_its_neighbour_stays_beside_until_there_is_one():
-    alone = seat(two_rows(), {"a": 0, "b": 1, "d": 1}, {}, 2, 2)
-    assert alone == Seating((("a", "b"),), (("d", 1),))
-    healed = seat(generation(alone, 2), {"a": 0, "b": 1, "d": 1}, {"e": 0}, 2, 2)
-    assert healed == Seating((("a", "b"), ("e", "d")))
+    alone = assign(two_rows(), {"a": 0, "b": 1, "d": 1}, {}, 2, 2)
+    assert alone == RankAssignment((("a", "b"),), (("d", 1),))
+    healed = assign(generation(alone, 2), {"a": 0, "b": 1, "d": 1}, {"e": 0}, 2, 2)
+    assert healed == RankAssignment((("a", "b"), ("e", "d")))
 
 
 def test_at_an_unchanged_size_the_newcomer_sits_where_the_lost_one_was():
-    seating = seat(two_rows(), {"b": 1, "c": 0, "d": 1}, {"e": 0}, 2, 2)
-    assert seating == Seating((("e", "b"), ("c", "d")))
+    assigned = assign(two_rows(), {"b": 1, "c": 0, "d": 1}, {"e": 0}, 2, 2)
+    assert assigned == RankAssignment((("e", "b"), ("c", "d")))
 
 
 def test_newcomers_for_a_shard_that_nobody_lacks_make_no_row():
-    assert seat(two_rows(), {"a": 0, "b": 1}, {"e": 0, "f": 0}, 2, 2) == Seating((("a", "b"),))
+    assert assign(two_rows(), {"a": 0, "b": 1}, {"e": 0, "f": 0}, 2, 2) == RankAssignment((("a", "b"),))

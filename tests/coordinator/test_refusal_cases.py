@@ -92,7 +92,7 @@ def replaced(desk: Desk, lost: str) -> str:
     for worker in desk.members():
         if desk.known(worker).phase is WorkerPhase.MEMBER:
             desk.parks(worker, desk.state.membership.committed)
-    (newcomer,) = [w for w, seat in desk.state.membership.seats.items() if seat.fetches]
+    (newcomer,) = [w for w, assignment in desk.state.membership.assignments.items() if assignment.fetches]
     return newcomer
 
 
@@ -123,7 +123,7 @@ def test_a_newcomer_with_other_data_is_its_nodes_affair_and_the_next_node_is_tri
     assert not desk.state.membership.nodes[node].alive
     (parked,) = [w for w in desk.members() if desk.known(w).phase is WorkerPhase.MEMBER and w != first]
     desk.parks(parked, 5)
-    (second,) = [w for w, seat in desk.state.membership.seats.items() if seat.fetches]
+    (second,) = [w for w, assignment in desk.state.membership.assignments.items() if assignment.fetches]
     refuses(desk, second)
     # Two that say the same prove nothing about those that train.
     assert desk.state.membership.stop_reason is None
@@ -160,7 +160,7 @@ def test_a_newcomer_that_refuses_beside_workers_that_train_gives_no_node_up():
     for worker in desk.members():
         if worker != newcomer and desk.known(worker).phase is WorkerPhase.MEMBER:
             desk.parks(worker, 5)
-    assert desk.state.membership.seats[newcomer].fetches
+    assert desk.state.membership.assignments[newcomer].fetches
     refuses(desk, newcomer)
     desk.exits(newcomer, 1)
     assert desk.state.membership.nodes["n1"].refused is None

@@ -100,7 +100,7 @@ def test_who_has_the_state_of_a_checkpoint_does_not_fetch_it_any_more(told: bool
         assert generation is not None
         state.membership.generation = msgspec.structs.replace(generation, start=5)
         for member in generation.members:
-            state.membership.seats[member.worker] = Assignment(rank=member.rank, restore=True)
+            state.membership.assignments[member.worker] = Assignment(rank=member.rank, restore=True)
         feed, heard = StatusFeed(state, lambda: NOW), ReceivedView()
         await feed.look()
         said = heard.whole(msgspec.json.decode((await feed.whole())[1])["value"])

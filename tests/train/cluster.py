@@ -95,7 +95,7 @@ class Worker(Replica):
             generation=group.generation,
             shard_count=1,
             weighs=True,
-            seat=lambda: WorkShare(
+            share=lambda: WorkShare(
                 micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
             ),
             words=lambda: [len(mine) for mine in shares(count, world)],

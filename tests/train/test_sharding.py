@@ -16,7 +16,7 @@ from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import restore
 from holdfast.train.buffer_rules import BufferRules
-from holdfast.train.place import Place, seat, weighs, words
+from holdfast.train.place import Place, share_of, weighs, words
 from holdfast.train.sharding import Sharding
 
 WIDTH, OUT = 10, 7
@@ -216,21 +216,21 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
     form = generation(shape, rows, beside=[0])
     count = 12
     weighed = [
-        m for r in range(len(form.members)) if weighs(form, r) for m in seat(count, form, r).micro_batches
+        m for r in range(len(form.members)) if weighs(form, r) for m in share_of(count, form, r).micro_batches
     ]
     assert sorted(weighed) == list(range(count))
-    said = [len(seat(count, form, r).micro_batches) * weighs(form, r) for r in range(len(form.members))]
+    said = [len(share_of(count, form, r).micro_batches) * weighs(form, r) for r in range(len(form.members))]
     assert words(count, form) == said
     for row in range(rows):  # the workers of a replica make the same number of passes
         size = form.shard_count
-        seats = [seat(count, form, r) for r in range(row * size, (row + 1) * size)]
-        assert len({len(s.micro_batches) for s in seats}) == 1
-        assert {(s.rank, s.world, s.leaves) for s in seats} == {(row, rows, count // shape[0])}
-    idle = seat(count, form, len(form.members) - 1)
+        shares = [share_of(count, form, r) for r in range(row * size, (row + 1) * size)]
+        assert len({len(s.micro_batches) for s in shares}) == 1
+        assert {(s.rank, s.world, s.leaves) for s in shares} == {(row, rows, count // shape[0])}
+    idle = share_of(count, form, len(form.members) - 1)
     assert (len(idle.micro_batches), idle.rank, idle.idle) == (0, rows, 1)
-    assert seat(count, form, 0).idle == 1
+    assert share_of(count, form, 0).idle == 1
     if form.shard_count > 1:
-        assert seat(count, form, 1).idle == 0
+        assert share_of(count, form, 1).idle == 0
 
 
 def test_the_size_of_the_world_is_that_of_those_that_compute():

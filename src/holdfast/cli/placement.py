@@ -127,9 +127,9 @@ def crossings(
 
 
 def _replicas(workers: dict[str, Path], shards: int) -> list[tuple[str, ...]]:
-    """As the coordinator seats them at the start of a job: workers are built for shards that are counted on within each
+    """As the coordinator assigns them at the start of a job: workers are built for shards that are counted on within each
     place, and those that are too many there are built again for a replica across places."""
-    from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, in_order, middle, seat
+    from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, assign, in_order, middle
 
     if shards == 1:
         return [(w,) for w in in_order(list(workers), workers)]
@@ -139,9 +139,9 @@ def _replicas(workers: dict[str, Path], shards: int) -> list[tuple[str, ...]]:
         built[worker] = used[at[:-1]] % shards
         used[at[:-1]] += 1
     standing = WorkerPlaces(workers, dict.fromkeys(workers, (False, 0)))
-    replicas = list(seat(None, {}, built, shards, len(workers), standing).replicas)
-    seated = {w for row in replicas for w in row}
-    rest = in_order([w for w in workers if w not in seated], workers)
+    replicas = list(assign(None, {}, built, shards, len(workers), standing).replicas)
+    assigned = {w for row in replicas for w in row}
+    rest = in_order([w for w in workers if w not in assigned], workers)
     replicas += [tuple(rest[i : i + shards]) for i in range(0, len(rest) - shards + 1, shards)]
     by_first = {row[0]: row for row in replicas}
     middles = {row[0]: middle([workers[w] for w in row]) for row in replicas}

@@ -86,7 +86,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         """Workers that compute: those of complete replicas."""
         return self.replicas * self.shard_count
 
-    def column(self, shard_index: int) -> tuple[int, ...]:
+    def replica_group(self, shard_index: int) -> tuple[int, ...]:
         """The ranks that hold this shard."""
         # Also those beside the replicas: they hold the same bytes, so they may be donors and savers.
         return tuple(m.rank for m in self.members if m.shard_index == shard_index)

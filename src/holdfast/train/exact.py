@@ -88,7 +88,7 @@ class _Layout:
 
     @staticmethod
     def of(micro_batches: int, rank: int, world: int, idle: int) -> _Layout:
-        # Idle members of the column hold the same shard and take part in the exchange with no subtree, so
+        # Idle members of the replica group hold the same shard and take part in the exchange with no subtree, so
         # that they can make the update as well.
         numbers = [*shares(micro_batches, world), *([range(0)] * idle)]
         parts = [subtrees(micro_batches, mine) for mine in numbers]

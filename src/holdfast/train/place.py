@@ -48,20 +48,20 @@ class WorkShare:
     """Leaves of the tree of additions: micro-batches of a global batch, over the shards of a replica."""
 
 
-def seat(micro_batches: int, generation: Generation, rank: int) -> WorkShare:
-    """A worker's seat. In a replica of several workers that shard their state, those take turns: each micro-batch of a
+def share_of(micro_batches: int, generation: Generation, rank: int) -> WorkShare:
+    """The work of a rank. In a replica of several workers that shard their state, those take turns: each micro-batch of a
     round goes to one of them, and the sum over the round is a leaf of the tree."""
     own = generation.members[rank]
     shards, tensor = generation.shape
-    column = generation.column(own.shard_index)
+    group = generation.replica_group(own.shard_index)
     computing = generation.replicas
     leaves = micro_batches // shards
-    place = column.index(rank)
-    # A member beside the replicas is in the column without computing. It counts at the end, so ranks of those
+    place = group.index(rank)
+    # A member beside the replicas is in the replica group without computing. It counts at the end, so ranks of those
     # that compute stay 0 to `computing` - 1.
     if own.replica < 0:
         return WorkShare(
-            micro_batches=range(0), rank=place, world=computing, idle=len(column) - computing, leaves=leaves
+            micro_batches=range(0), rank=place, world=computing, idle=len(group) - computing, leaves=leaves
         )
     rounds = share(leaves, place, computing)
     first = own.shard_index // tensor
@@ -69,7 +69,7 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> WorkShare:
     # leaf. Which worker computed which micro-batch of it does not matter then.
     numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
     return WorkShare(
-        micro_batches=numbers, rank=place, world=computing, idle=len(column) - computing, leaves=leaves
+        micro_batches=numbers, rank=place, world=computing, idle=len(group) - computing, leaves=leaves
     )
 
 
@@ -188,7 +188,7 @@ class Place:
     @property
     def world(self) -> World:
         """The running generation, as a script sees it."""
-        mine = self.seat().micro_batches if self.form and self.micro_batches else range(0)
+        mine = self.share().micro_batches if self.form and self.micro_batches else range(0)
         replica = self.form.generation.members[self.rank].replica if self.form else 0
         return World(self.rank, self.world_size, self.generation, mine, replica)
 
@@ -198,10 +198,10 @@ class Place:
         assert self.form is not None
         return self.form.generation.members
 
-    def seat(self) -> WorkShare:
+    def share(self) -> WorkShare:
         """What this worker computes of the running generation's steps."""
         assert self.form is not None
-        return seat(self.micro_batches, self.form.generation, self.rank)
+        return share_of(self.micro_batches, self.form.generation, self.rank)
 
     @property
     def weighs(self) -> bool:

@@ -428,9 +428,9 @@ class Replica:
         """What this worker computes of the step that began."""
         # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
         # is computed by fewer workers, with other shares.
-        seat = self.place.seat()
-        self.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
-        return seat
+        share = self.place.share()
+        self.gradients.expect(share.leaves, share.rank, share.world, share.idle)
+        return share
 
     def check(self) -> None:
         """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody

@@ -165,11 +165,11 @@ class Step:
     def _take_share(self) -> range:
         """The numbers of this worker's micro-batches in the global batch, which are computed next."""
         self._check_entered()
-        seat = self._replica.take_share()
-        mine = self._mine = seat.micro_batches
+        share = self._replica.take_share()
+        mine = self._mine = share.micro_batches
         self._left = len(mine)
         self._layout = float(self._replica.gradients.layout)
-        self._replay = self._drawn(seat.leaves)
+        self._replay = self._drawn(share.leaves)
         if self._replay is not None and self._replay.micro in mine:
             self._exact.keep_apart(mine.index(self._replay.micro))
         self._batches.aim(self.index, self.samples, mine)

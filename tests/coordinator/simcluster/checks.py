@@ -373,7 +373,7 @@ class Checks:
             if worker.held is None or self._source != "live":
                 continue
             holds = worker.held[0] + (
-                1 if name in state.membership.seats and state.membership.seats[name].apply else 0
+                1 if name in state.membership.assignments and state.membership.assignments[name].apply else 0
             )
             self.require(
                 holds <= generation.start,
@@ -408,7 +408,7 @@ class Checks:
             whole = len(kept) <= 1 and all(begun >= 0 and since == number for since, begun in kept)
             self.require(number == generation.number or whole, "replica %d is not whole: %s", replica, kept)
             self.kept += number != generation.number
-        columns = [[members[r] for r in generation.column(p)] for p in range(size)]
+        columns = [[members[r] for r in generation.replica_group(p)] for p in range(size)]
         there = [sum(state.membership.nodes[x.node].leaving is None for x in column) for column in columns]
         least, most = min(there), min(map(len, columns))
         wanted, rows = state.target // size, generation.replicas
@@ -426,7 +426,9 @@ class Checks:
             self.require(len(there) < generation.shard_count, "step %d is held complete and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
-        forms = {name: queries.form(state, state.membership.workers[name]) for name in state.membership.seats}
+        forms = {
+            name: queries.form(state, state.membership.workers[name]) for name in state.membership.assignments
+        }
         for form in forms.values():
             if not form.restore:
                 continue

@@ -239,7 +239,7 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
 
 
 def _draw_places(plan: Plan, window: float) -> None:
-    """More nodes than elsewhere, or there would be nothing to seat near each other."""
+    """More nodes than elsewhere, or there would be nothing to place near each other."""
     rng = random.Random(-11_000_027 - plan.seed)
     most = max(plan.spec.max_nodes, plan.least_nodes * rng.choice((2, 3)), rng.choice((3, 4, 6)))
     plan.spec = msgspec.structs.replace(

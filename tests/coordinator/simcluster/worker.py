@@ -575,7 +575,7 @@ class Trainer(SimWorker):
         elif self.beside:
             self._reduce(step, ())
         else:
-            share = place.seat(total, generation, rank).micro_batches
+            share = place.share_of(total, generation, rank).micro_batches
             self.begun += 1
             self.plane.arrive(("row", step, generation.members[rank].replica), self, share)
 

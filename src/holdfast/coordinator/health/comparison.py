@@ -433,9 +433,9 @@ def _neighbour(context: Context, rank: int) -> int:
     """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
     generation = context.state.membership.generation
     assert generation is not None
-    column = generation.column(generation.members[rank].shard_index)
+    group = generation.replica_group(generation.members[rank].shard_index)
     # Gloo's ring sends from each rank to the one before it, among those that hold the same shard.
-    return column[(column.index(rank) + 1) % len(column)]
+    return group[(group.index(rank) + 1) % len(group)]
 
 
 def _say(

@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 LADDER = (Remedy.RESTART_WORKER, Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
 
 TRIES = {Remedy.RESTART_WORKER: 2, Remedy.RESET_DEVICE: 1, Remedy.REBOOT: 2}
-"""So often within `TRIES_WINDOW_S` a rung is tried for one cause on one device; the next time it is the rung above. An
+"""So often within `TRIES_WINDOW_S` a remedy is tried for one cause on one device; the next time it is the one above. An
 error that asks for a reboot after two reboots is the hardware's (gpud: the same numbers)."""
 
 TRIES_WINDOW_S = 3 * DAY_S
@@ -44,7 +44,7 @@ against it, and it must come twice; unless it is firm: a user said how much of i
 
 
 # ---------------------------------------------------------------- escalation
-# Which rung of the ladder is next, and whether it may be taken: pure functions of what was tried before.
+# Which remedy of the ladder is next, and whether it may be taken: pure functions of what was tried before.
 #
 # restart worker -> reset device -> reboot -> replace -> ask a person
 
@@ -69,9 +69,12 @@ def soft(source: str, firm: bool) -> bool:
     return source in SOFT_SOURCES and not firm
 
 
-def rung(asked: Remedy, before: Sequence[Act]) -> Remedy:
-    """The rung for a cause. before: what was done for it on this device lately."""
-    # Never below what the rule asks for, and never back down within the window: a rung that did not help has
+def next_remedy(asked: Remedy, before: Sequence[Act]) -> Remedy:
+    """The remedy to apply for a cause: the one that the rule asks for, or a stronger one after it was tried often enough.
+
+    before: what was done for this cause on this device lately.
+    """
+    # Never below what the rule asks for, and never back down within the window: a remedy that did not help has
     # had its chances.
     at = LADDER.index(asked)
     while LADDER[at] in TRIES:
@@ -146,7 +149,7 @@ def acted_on(context: Context) -> set[str]:
 def may_act(context: Context, machine: str) -> bool:
     """Acting on this machine stays within the limit."""
     done = acted_on(context)
-    # A machine that was acted on counts once, so its next rung is never blocked by its first.
+    # A machine that was acted on counts once, so its next remedy is never blocked by its first.
     return machine in done or len(done) < limit(context)
 
 

@@ -182,7 +182,7 @@ def came_back(context: Context, node: Node, known: Node | None) -> None:
 
 
 def _stays_away(context: Context, node: Node) -> None:
-    """A machine did not come back from its boot: the next rung. It has left the job already."""
+    """A machine did not come back from its boot: the next remedy. It has left the job already."""
     node.health.boots_until_s = None
     told = f"it did not come back within {context.spec.health.reboot_s:g} s of its reboot"
     incident = incidents.numbered(context.state, node.health.boots_for) if node.health.boots_for else None

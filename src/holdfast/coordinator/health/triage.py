@@ -230,7 +230,7 @@ def decide(context: Context, incident: Incident) -> None:
 
 
 def escalated(context: Context, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
-    """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
+    """What was done did not work. The next remedy takes nothing from the job any more, so no limit speaks against it."""
     incident.does = does
     _verdict(context, node, incident, Decision(does=does, reason=reason), does)
     notes.remember(context, node, RecordKind.ACTED, incident, does.value)
@@ -328,7 +328,7 @@ def _decision(
     if not_its_own is not None:
         return not_its_own
     before = limits.for_cause(s.health.acts, node.machine, device, rule, context.now)
-    does = limits.rung(asked, before)
+    does = limits.next_remedy(asked, before)
     weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
     why = f"{rule} asks for it"
     if does is not asked:

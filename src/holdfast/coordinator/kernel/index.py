@@ -340,7 +340,9 @@ def _workers(s: CoreState) -> Iterator[str]:
         f"{count} workers have slot {slot} of {node}" for (node, slot), count in slots.items() if count > 1
     )
     if s.membership.level == 2 and s.membership.phase is JobPhase.RUNNING:
-        yield from (f"{name} is a member without a seat" for name in members - set(s.membership.seats))
+        yield from (
+            f"{name} is a member without an assignment" for name in members - set(s.membership.assignments)
+        )
     # Who was told to leave is waited for. One that does not exist never leaves, and the job would end by its
     # time-out alone.
     unknown = set(s.membership.stops) - set(s.membership.workers)

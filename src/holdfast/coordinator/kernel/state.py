@@ -452,7 +452,7 @@ def graver(a: Severity, b: Severity) -> bool:
 
 
 def stronger(a: Remedy, b: Remedy) -> bool:
-    """a is a higher rung than b."""
+    """Whether a is a stronger remedy than b."""
     return REMEDIES.index(a) > REMEDIES.index(b)
 
 
@@ -653,10 +653,10 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Failures of its workers so far, under this name; of two nodes, the one with fewer is taken first."""
     used: list[int] = []
     """Slots that had a worker already."""
-    strikes: int = 0
-    """Volleys of workers in a row that died before they were ready."""
-    struck_at_s: At = 0.0
-    """When the last volley counted: a worker that was started before is of that volley."""
+    failed_starts: int = 0
+    """Start attempts in a row of which a worker died before it was ready."""
+    start_failed_at_s: At = 0.0
+    """When the last of them was counted: a worker that was started before belongs to that attempt."""
     fenced: bool = False
     """It was told that the job went on without it."""
     refused: str | None = None
@@ -765,18 +765,18 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A member's own part of the newest generation: what its JoinGeneration says beside the generation
-    itself, fields as there.
+    """What one member is to do in the newest generation: its JoinGeneration without the generation. The fields are described
+    there.
 
-    The generation is kept once, in the state. In every seat it would make the state grow with the square of
-    the workers."""
+    The generation is kept once, in the state: a copy in each assignment would let the state grow with the square of the
+    number of workers."""
 
     rank: int
     apply: bool = False
     restore: bool = False
     serve: bool = False
     fetches: bool = False
-    """Its donors are those of its shard, `MembershipState.givers`."""
+    """It fetches its state from the sources of its shard, see `MembershipState.state_sources`."""
     copy: Copy | None = None
     """The shard in snapshot memory that it fetches; None: none is there to fetch."""
     holders: tuple[Holder, ...] = ()
@@ -902,8 +902,8 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     doing: TimeClass = TimeClass.UNEXPLAINED
     since_s: At | None = None
     """When the open stretch began; None: the job has not begun."""
-    torn: tuple[At, At] | None = None
-    """The newest stretch that a fault ended, until it is divided at the time of the fault."""
+    interrupted: tuple[At, At] | None = None
+    """Begin and end of the newest stretch that a fault ended, until it is divided at the time of the fault."""
     join_s: Span | None = None
     """The longest that a member of the newest generation needed to connect; None: none has."""
     restore_s: Span = 0.0
@@ -965,10 +965,10 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Of the newest generation; 0: there was none."""
     generation: Generation | None = None
     """The newest; None: there was none at this level."""
-    seats: dict[str, Assignment] = {}
-    """Of the newest generation's members, by worker."""
-    givers: tuple[tuple[int, ...], ...] = ()
-    """Of each position, the ranks that its state is fetched from."""
+    assignments: dict[str, Assignment] = {}
+    """Of the newest generation's members, by the name of the worker."""
+    state_sources: tuple[tuple[int, ...], ...] = ()
+    """For each shard index, the ranks from which newcomers fetch the shard."""
     yielding: bool = False
     """The newest generation ends at its next commit."""
     committed: int = 0

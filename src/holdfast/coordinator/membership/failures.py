@@ -34,8 +34,8 @@ from holdfast.protocol.phases import OUTSIDE_PHASES, SLOW_PHASES, WAITING_PHASES
 KEPT = 512
 """Failures that are remembered for telling the script's faults from the machine's."""
 
-STRIKES = 3
-"""So many volleys of workers in a row that did not get ready, and their node is given up."""
+MOST_FAILED_STARTS = 3
+"""A node is given up after so many start attempts in a row of which a worker did not get ready."""
 
 # ---------------------------------------------------------------- user code raised
 
@@ -138,12 +138,14 @@ def _alone_refuses(context: Context, worker: Worker) -> bool:
     """A newcomer refuses what the others train with, and nothing else runs on its node."""
     # Its data set or its script is another one, and so it is for each worker that starts there. They train on, and
     # what the next machine has is another question. A node with members that do train has what they have.
-    seat = context.state.membership.seats.get(worker.name)
-    if worker.phase is not WorkerPhase.MEMBER or seat is None or not seat.fetches:
+    assignment = context.state.membership.assignments.get(worker.name)
+    if worker.phase is not WorkerPhase.MEMBER or assignment is None or not assignment.fetches:
         return False
     ours = context.workers_of(context.state.membership.nodes[worker.node])
-    seats = [context.state.membership.seats.get(w.name) for w in ours if w.phase is WorkerPhase.MEMBER]
-    return all(s is None or s.fetches for s in seats)
+    assignments = [
+        context.state.membership.assignments.get(w.name) for w in ours if w.phase is WorkerPhase.MEMBER
+    ]
+    return all(a is None or a.fetches for a in assignments)
 
 
 def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffer) -> None:
@@ -306,17 +308,17 @@ def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool)
 def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None:
     """One more that did not get ready. Workers that were started together count once."""
     s, node = context.state, context.state.membership.nodes.get(worker.node)
-    # Workers that were started together fail together (a missing file on every node). As one volley they
+    # Workers that were started together fail together (a missing file on every node). As one attempt they
     # count once, or the first bad start would pause the job for minutes.
     if worker.started_s >= s.membership.bad_start_at_s:
         s.membership.bad_starts, s.membership.bad_start_at_s = s.membership.bad_starts + 1, context.now
         if s.membership.bad_starts >= 2:
             pause_s = context.timing.heartbeat_s * 2.0 ** min(s.membership.bad_starts - 2, 16)
             s.deadlines.set(Timer.START_AFTER, context.now + min(pause_s, context.timing.wait_s))
-    # The same per node: three volleys in a row, not three workers of one volley.
-    if node is not None and worker.started_s >= node.struck_at_s:
-        node.strikes, node.struck_at_s = node.strikes + 1, context.now
-        if node.alive and node.strikes >= STRIKES:
+    # The same per node: three attempts in a row, not three workers of one attempt.
+    if node is not None and worker.started_s >= node.start_failed_at_s:
+        node.failed_starts, node.start_failed_at_s = node.failed_starts + 1, context.now
+        if node.alive and node.failed_starts >= MOST_FAILED_STARTS:
             nodes.give_up(context, node, causes.WorkersDoNotStart(str(cause)))
 
 
@@ -325,7 +327,7 @@ def started_well(context: Context, worker: Worker) -> None:
     context.state.membership.bad_starts = 0
     context.state.deadlines.clear(Timer.START_AFTER)
     if node := context.state.membership.nodes.get(worker.node):
-        node.strikes = 0
+        node.failed_starts = 0
 
 
 # ---------------------------------------------------------------- processes that are ended
@@ -365,7 +367,7 @@ def end_late_starters(context: Context) -> None:
     """Workers that are not ready in time are taken out, and new ones started."""
     limit_s = context.timing.start_s
     names = context.watch.due(Watched.NOT_READY, context.now)
-    # In the order of their start: what is counted for the first of a volley counts for all.
+    # In the order of their start: what is counted for the first of an attempt counts for all.
     late = [w for w in context.state.membership.workers.values() if w.name in names] if names else []
     cause = causes.NotReady(limit_s)
     condemn(context, late, cause)
@@ -608,9 +610,9 @@ def nobody_differs(context: Context, cause: causes.Hang) -> None:
 def _half(workers: list[Worker]) -> list[Worker]:
     """The older ones: of those that hold the same shard, so that somebody still holds it; else of all."""
     oldest = sorted(workers, key=lambda w: w.started_s)
-    columns: dict[int, list[Worker]] = {}
-    # Half of each column, not of all: taking out a whole column would lose its shard of the state.
+    groups: dict[int, list[Worker]] = {}
+    # Half of each replica group, not of all: taking out a whole group would lose its shard of the state.
     for worker in oldest:
-        columns.setdefault(worker.shard_index, []).append(worker)
-    chosen = [w for column in columns.values() for w in column[: len(column) // 2]]
+        groups.setdefault(worker.shard_index, []).append(worker)
+    chosen = [w for group in groups.values() for w in group[: len(group) // 2]]
     return chosen or oldest[: max(1, len(oldest) // 2)]

@@ -18,7 +18,7 @@ from holdfast.coordinator.membership import (
     shutdown,
     wall_time,
 )
-from holdfast.coordinator.membership.rank_assignment import Seating
+from holdfast.coordinator.membership.rank_assignment import RankAssignment
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -96,17 +96,17 @@ def collective_error(context: Context, worker: Worker, message: m.CollectiveErro
         return
     if worker.phase is WorkerPhase.MEMBER:
         context.record(ledger.CollectiveError(worker=worker.name, step=message.step, detail=message.detail))
-        seat = membership.seats[worker.name]
+        assignment = membership.assignments[worker.name]
         # Step -1: it failed while it fetched its state. That may mean that the source is damaged, which the
         # storage part has to count; otherwise the next generation would be sent to the same source for ever.
         cause: causes.Cause = causes.CollectiveFailed()
-        if seat.restore and message.step < 0 and membership.phase is JobPhase.RUNNING:
-            if seat.copy is not None:
-                context.request(ReportUnreadable(seat.copy, message))
-                cause = causes.StateUnread(f"the snapshot of step {seat.copy.key.step}", message.detail)
-            elif seat.durable is not None:
-                context.request(ReportUnreadable(seat.durable, message))
-                cause = causes.StateUnread(seat.durable.where, message.detail, message.lost)
+        if assignment.restore and message.step < 0 and membership.phase is JobPhase.RUNNING:
+            if assignment.copy is not None:
+                context.request(ReportUnreadable(assignment.copy, message))
+                cause = causes.StateUnread(f"the snapshot of step {assignment.copy.key.step}", message.detail)
+            elif assignment.durable is not None:
+                context.request(ReportUnreadable(assignment.durable, message))
+                cause = causes.StateUnread(assignment.durable.where, message.detail, message.lost)
         break_generation(context, cause)
 
 
@@ -305,8 +305,8 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # that has committed it, and then the step happened.
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
     reports |= {w.name: policy.Report(None) for w in fresh}
-    seating = _seating(context, survivors, kept, fresh)
-    ranks = seating.workers
+    assigned = _assign_ranks(context, survivors, kept, fresh)
+    ranks = assigned.workers
     start = _start(context, reports, ranks)
     previous = s.membership.generation
     for name in {x.worker for x in previous.members} - set(ranks) if previous is not None else ():
@@ -315,7 +315,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     before = previous.strength if previous else 0
     connected = (
         # From the old generation, so before the new one takes its place in the state.
-        replicas.connected_in(context, seating.replicas, s.membership.generation)
+        replicas.connected_in(context, assigned.replicas, s.membership.generation)
         if s.membership.shard_count > 1
         else ()
     )
@@ -323,7 +323,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # is written before JoinGeneration is sent; so whatever an old generation still says can be recognized and
     # dropped.
     s.membership.number += 1
-    complete = len(seating.replicas) * s.membership.shard_count
+    complete = len(assigned.replicas) * s.membership.shard_count
     s.membership.generation = m.Generation(
         number=s.membership.number,
         members=tuple(
@@ -334,7 +334,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         shape=s.membership.shape,
         groups_connected_in=connected,
     )
-    _seat(context, s.membership.generation, start)
+    _assign(context, s.membership.generation, start)
     # Only after every member was enrolled: an exception in between leaves the state that was written last,
     # with the generation before.
     transitions.enter_job(context, JobPhase.RUNNING)
@@ -367,11 +367,11 @@ def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[
     """Where the generation of these workers goes on."""
     s = context.state
     outcome = policy.settle(reports)
-    columns = [
+    groups = [
         [w for w in ranks if s.membership.workers[w].shard_index == p]
         for p in range(s.membership.shard_count)
     ]
-    if not any(outcome.holders.isdisjoint(column) for column in columns):
+    if not any(outcome.holders.isdisjoint(group) for group in groups):
         return _Start(
             step=outcome.start or 0, outcome=outcome, holders=outcome.holders, restore=outcome.restore
         )
@@ -392,10 +392,10 @@ def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[
         holders = frozenset(w for w in ranks if snapshot is not None and reports[w].committed == step)
         restore = frozenset(ranks) - holders
     else:
-        holders = frozenset(column[0] for column in columns)
+        holders = frozenset(group[0] for group in groups)
         # Nothing is saved: the very beginning. Workers that built the same bits need no transfer, which
-        # the digests show; an unseeded script differs, and then the first of each column is the original.
-        restore = frozenset(w for column in columns for w in column if _differs(context, w, column[0]))
+        # the digests show; an unseeded script differs, and then the first of each group is the original.
+        restore = frozenset(w for group in groups for w in group if _differs(context, w, group[0]))
     _count_lost(context, step)
     # Before the new number is given out: what was saved of later steps is void from this generation on,
     # and `Rewind` holds the number that begins it.
@@ -411,31 +411,31 @@ def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[
     )
 
 
-def _seat(context: Context, generation: m.Generation, start: _Start) -> None:
+def _assign(context: Context, generation: m.Generation, start: _Start) -> None:
     """Gives every member its part of the generation, and tells it."""
     membership = context.state.membership
     savers = storage.savers(context, generation)
-    givers, served = [], []
+    state_sources, served = [], []
     for shard_index in range(membership.shard_count):
-        column = generation.column(shard_index)
-        readers = _readers([generation.members[r] for r in column]) if start.durable is not None else ()
+        group = generation.replica_group(shard_index)
+        readers = _readers([generation.members[r] for r in group]) if start.durable is not None else ()
         # Live donors of the same shard, or, where the state comes from a durable tier, those few that read it
         # there. Never both: a donor that holds a later state than the checkpoint would be wrong.
-        donors = tuple(r for r in column if generation.members[r].worker in start.holders)[:MAX_DONORS]
-        givers.append((donors if start.live else ()) or readers)
-        fetch = any(generation.members[r].worker in start.restore for r in column)
-        served.append(fetch and len(column) > len(readers))
-    membership.seats, membership.givers = {}, tuple(givers)
+        donors = tuple(r for r in group if generation.members[r].worker in start.holders)[:MAX_DONORS]
+        state_sources.append((donors if start.live else ()) or readers)
+        fetch = any(generation.members[r].worker in start.restore for r in group)
+        served.append(fetch and len(group) > len(readers))
+    membership.assignments, membership.state_sources = {}, tuple(state_sources)
     mtbf_s = storage.mean_time_between_failures_s(context)
-    # The state has one seat per member, and no copy of the generation in it: with the member list in every
-    # seat, the state of a thousand workers would have a million entries, and is written with every decision.
+    # The state has one assignment per member, and no copy of the generation in it: with the member list in every
+    # assignment, the state of a thousand workers would have a million entries, and is written with every decision.
     for member in generation.members:
         worker = membership.workers[member.worker]
-        gives = member.rank in givers[worker.shard_index]
+        gives = member.rank in state_sources[worker.shard_index]
         reads = start.durable is not None and gives
         copy, sources, others = _where_saved(context, worker, start.snapshot)
         restores = worker.name in start.restore
-        seat = Assignment(
+        assignment = Assignment(
             rank=member.rank,
             apply=worker.name in start.outcome.apply,
             restore=restores,
@@ -448,7 +448,7 @@ def _seat(context: Context, generation: m.Generation, start: _Start) -> None:
             mtbf_s=mtbf_s,
             shards=others if restores else (),
         )
-        _enroll(context, worker, seat, start.step)
+        _enroll(context, worker, assignment, start.step)
 
 
 def _where_saved(
@@ -464,14 +464,16 @@ def _where_saved(
     return None, (), tuple(storage.sources(context, snapshot, x, worker.node) for x in range(snapshot.world))
 
 
-def _seating(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
+def _assign_ranks(
+    context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]
+) -> RankAssignment:
     if context.state.membership.shard_count > 1:
-        return resize.seating(context, kept, fresh)
+        return resize.assign_ranks(context, kept, fresh)
     previous = context.state.membership.generation if survivors else None
     standing = queries.standing(context, [*kept, *fresh])
     paths = standing.paths if standing is not None else None
     ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh], paths)
-    return Seating(tuple((w,) for w in ranks))
+    return RankAssignment(tuple((w,) for w in ranks))
 
 
 def _readers(members: Sequence[m.Member]) -> tuple[int, ...]:
@@ -489,14 +491,14 @@ def _source(start: _Start) -> str:
     return "memory" if start.snapshot else "disk" if start.durable else "fresh"
 
 
-def _enroll(context: Context, worker: Worker, seat: Assignment, start: int) -> None:
+def _enroll(context: Context, worker: Worker, assignment: Assignment, start: int) -> None:
     # Order matters little here, since nothing is sent before the batch is written. But `queries.form` reads
-    # the seat, so the seat must be in the state.
+    # the assignment, so the assignment must be in the state.
     transitions.enter(context, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored, worker.counts_until = False, None, None
     worker.committed = start
     context.state.membership.blames.pop(worker.name, None)
-    context.state.membership.seats[worker.name] = seat
+    context.state.membership.assignments[worker.name] = assignment
     context.tell(worker, queries.form(context.state, worker))
 
 

@@ -564,7 +564,7 @@ def forget(context: Context) -> None:
         for name in gone[:-KEPT_GONE]:
             if name not in members and membership.workers[name].digest is None:
                 transitions.forget_worker(context, name)
-                membership.seats.pop(name, None)
+                membership.assignments.pop(name, None)
         needed = {f.worker for f in membership.failures}
         membership.blames = {
             w: b for w, b in membership.blames.items() if w in membership.workers or w in needed

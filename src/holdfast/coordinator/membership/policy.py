@@ -103,8 +103,8 @@ def assign_ranks(
     # for them.
     if paths is not None:
         for some in (extra, newcomers):
-            seats = {r: paths[previous.members[r].worker] for r, w in enumerate(slots) if w is None}
-            for rank, worker in rank_assignment.match(seats, some, paths).items():
+            vacant = {r: paths[previous.members[r].worker] for r, w in enumerate(slots) if w is None}
+            for rank, worker in rank_assignment.match(vacant, some, paths).items():
                 slots[rank] = worker
         return [worker for worker in slots if worker is not None]
     waiting = iter([*extra, *newcomers])

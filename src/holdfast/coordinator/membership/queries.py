@@ -204,20 +204,22 @@ def mending(context: Context) -> bool:
 def form(state: CoreState, worker: Worker) -> m.JoinGeneration:
     """What a member is told of the newest generation, at first and when it has to be told again."""
     assert state.membership.generation is not None
-    seat = state.membership.seats[worker.name]
+    assignment = state.membership.assignments[worker.name]
     return m.JoinGeneration(
         generation=state.membership.generation,
-        rank=seat.rank,
-        apply=seat.apply,
-        restore=seat.restore,
-        serve=seat.serve,
-        donors=state.membership.givers[state.membership.generation.members[seat.rank].shard_index]
-        if seat.fetches
+        rank=assignment.rank,
+        apply=assignment.apply,
+        restore=assignment.restore,
+        serve=assignment.serve,
+        donors=state.membership.state_sources[
+            state.membership.generation.members[assignment.rank].shard_index
+        ]
+        if assignment.fetches
         else (),
-        copy=seat.copy,
-        holders=seat.holders,
-        durable=seat.durable,
-        saves=seat.saves,
-        mtbf_s=seat.mtbf_s,
-        shards=seat.shards,
+        copy=assignment.copy,
+        holders=assignment.holders,
+        durable=assignment.durable,
+        saves=assignment.saves,
+        mtbf_s=assignment.mtbf_s,
+        shards=assignment.shards,
     )

@@ -1,7 +1,7 @@
 """Who holds which shard in which replica, and who is near to whom: pure.
 
 A replica of several workers has one worker for every shard of the state. The workers that hold the same shard are a
-*column*. Survivors keep their shard, because they have its state, but not always their replica: two replicas that lost
+*replica group*. Survivors keep their shard, because they have its state, but not always their replica: two replicas that lost
 different shards become one. A survivor whose replica lacks workers stays beside the complete replicas: it computes
 nothing, but it makes every update, so its shard stays current and only what was lost is fetched.
 """
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=Hashable)
 # Places form a tree, from the outermost names in, and below the innermost stands the node itself. Two workers are the
 # nearer the more of the tree they share. Every function here first uses up what is nearest and then what is further out. In
 # a tree that is best at every level at once, because what is matched within a place can never be missing further out: of
-# `a` seats and `b` workers within a place, the smaller number is matched there in any case.
+# `a` vacancies and `b` workers within a place, the smaller number is matched there in any case.
 #
 # Nothing is decided here for a job of which no place is known.
 
@@ -67,18 +67,18 @@ def pick(
     standing: WorkerPlaces,
     newcomers: Sequence[str],
     count: int,
-    seats: Iterable[Path],
+    vacant: Iterable[Path],
     beside: Iterable[Path],
 ) -> list[str]:
-    """So many of the newcomers: the better tiers first, and of a tier those that stand nearest to the seats that are free.
-    With no such seat left, those that make the job stand in few places.
+    """So many of the newcomers: the better tiers first, and of a tier those that stand nearest to the vacancies that are free.
+    With no such vacancy left, those that make the job stand in few places.
 
     Args:
         newcomers: in the order of their tiers.
         beside: where those stand that are in the job anyway.
     """
     chosen: list[str] = []
-    left, used = dict(enumerate(seats)), list(beside)
+    left, used = dict(enumerate(vacant)), list(beside)
     for _, group in groupby(newcomers, standing.tiers.__getitem__):
         tier = list(group)
         found = match(left, tier, standing.paths)
@@ -110,49 +110,49 @@ def fewest_places(workers: Sequence[str], paths: Mapping[str, Path], beside: Ite
     return sorted(workers, key=keys.__getitem__)
 
 
-def match(seats: Mapping[S, Path], workers: Sequence[str], paths: Mapping[str, Path]) -> dict[S, str]:
-    """A worker for each seat, as far as there are such, the nearest first. Among equals the order decides."""
+def match(vacant: Mapping[S, Path], workers: Sequence[str], paths: Mapping[str, Path]) -> dict[S, str]:
+    """A worker for each vacancy, as far as there are such, the nearest first. Among equals the order decides."""
     found: dict[S, str] = {}
-    left, waiting = dict(seats), list(workers)
-    for depth in range(_deepest([*seats.values(), *(paths[w] for w in workers)]), -1, -1):
+    left, waiting = dict(vacant), list(workers)
+    for depth in range(_deepest([*vacant.values(), *(paths[w] for w in workers)]), -1, -1):
         if not left or not waiting:
             break
         standing: dict[Path, list[str]] = {}
         # Reversed, because the last is popped: of those that stand equally near the first in order gets the seat. At
-        # depth 0 all share the empty place, so no seat stays free while a worker is left.
+        # depth 0 all share the empty place, so no vacancy is left while a worker is left.
         for worker in reversed(waiting):
             if len(paths[worker]) >= depth:
                 standing.setdefault(paths[worker][:depth], []).append(worker)
-        for seat, at in list(left.items()):
+        for vacancy, at in list(left.items()):
             near = standing.get(at[:depth]) if len(at) >= depth else None
             if near:
-                found[seat] = near.pop()
-                del left[seat]
+                found[vacancy] = near.pop()
+                del left[vacancy]
         taken = set(found.values())
         waiting = [w for w in waiting if w not in taken]
     return found
 
 
-def rows(columns: Sequence[Sequence[str]], paths: Mapping[str, Path], most: int) -> list[tuple[str, ...]]:
-    """Rows of one worker from each column, each in as small a place as can be; at most so many."""
+def rows(groups: Sequence[Sequence[str]], paths: Mapping[str, Path], most: int) -> list[tuple[str, ...]]:
+    """Rows of one worker from each group, each in as small a place as can be; at most so many."""
     formed: list[tuple[str, ...]] = []
-    left = [list(column) for column in columns]
-    for depth in range(_deepest([paths[w] for column in columns for w in column]), -1, -1):
+    left = [list(group) for group in groups]
+    for depth in range(_deepest([paths[w] for group in groups for w in group]), -1, -1):
         most_here = min(most - len(formed), *map(len, left))
         if most_here <= 0:
             break
         standing: dict[Path, list[list[str]]] = {}
-        for q, column in enumerate(left):
-            for worker in column:
+        for q, group in enumerate(left):
+            for worker in group:
                 if len(paths[worker]) >= depth:
-                    standing.setdefault(paths[worker][:depth], [[] for _ in columns])[q].append(worker)
+                    standing.setdefault(paths[worker][:depth], [[] for _ in groups])[q].append(worker)
         for place in standing.values():
-            # A row needs one of every column. What a column has more of here than the shortest goes on to the next larger
+            # A row needs one of every group. What a group has more of here than the shortest goes on to the next larger
             # place, where it may complete a row with what was left elsewhere.
             formed += zip(*place, strict=False)
         del formed[most:]
         taken = {w for row in formed for w in row}
-        left = [[w for w in column if w not in taken] for column in left]
+        left = [[w for w in group if w not in taken] for group in left]
     return formed
 
 
@@ -170,7 +170,7 @@ def _deepest(paths: Sequence[Path]) -> int:
     return max(map(len, paths), default=0)
 
 
-class Seating(msgspec.Struct, frozen=True):
+class RankAssignment(msgspec.Struct, frozen=True):
     """Complete replicas, each in the order of the shards; and the survivors beside them, with their shards."""
 
     replicas: tuple[tuple[str, ...], ...] = ()
@@ -182,14 +182,14 @@ class Seating(msgspec.Struct, frozen=True):
         return (*(w for replica in self.replicas for w in replica), *(w for w, _ in self.beside))
 
 
-def seat(
+def assign(
     previous: Generation | None,
     survivors: Mapping[str, int],
     newcomers: Mapping[str, int],
     shard_count: int,
     most: int,
     standing: WorkerPlaces | None = None,
-) -> Seating:
+) -> RankAssignment:
     """As many complete replicas as can be, at most `most`.
 
     At an unchanged number of replicas each keeps its number, so that the order of every reduction stays what it was.
@@ -197,7 +197,7 @@ def seat(
     workers that stand near its others, and a new one stands in as small a place as can be.
 
     Args:
-        previous: the generation before, for who sat where.
+        previous: the generation before, for who was in which replica.
         survivors, newcomers: workers and their shards, those to be taken first in front.
         shard_count: workers of a replica.
         standing: where they stand; None: of no node that is known.
@@ -205,9 +205,9 @@ def seat(
     # A worker can only take the place of its own shard: the state that it holds is of that shard, and to hold
     # another one it would have to fetch it all. So the scarcest shard decides how many replicas are complete,
     # and everything below only chooses which ones.
-    columns = [[w for w, p in survivors.items() if p == q] for q in range(shard_count)]
+    groups = [[w for w, p in survivors.items() if p == q] for q in range(shard_count)]
     fresh = [[w for w, p in newcomers.items() if p == q] for q in range(shard_count)]
-    count = min(most, *(len(columns[q]) + len(fresh[q]) for q in range(shard_count)))
+    count = min(most, *(len(groups[q]) + len(fresh[q]) for q in range(shard_count)))
     old: dict[int, dict[int, str]] = {}
     for member in previous.members if previous else ():
         if member.worker in survivors and member.replica >= 0:
@@ -227,25 +227,27 @@ def seat(
         # changed as well, so the bits could not have stayed.
         for new_number, number in enumerate(sorted(fullest)):
             replicas[new_number] = dict(old[number])
-    seated = {w for replica in replicas for w in replica.values()}
+    placed = {w for replica in replicas for w in replica.values()}
     if standing is not None:
-        _fill(replicas, [[w for w in c if w not in seated] for c in columns], fresh, standing)
+        _fill(replicas, [[w for w in c if w not in placed] for c in groups], fresh, standing)
         if not unchanged:
             replicas = _in_order(replicas, standing)
-        seated = {w for replica in replicas for w in replica.values()}
+        placed = {w for replica in replicas for w in replica.values()}
     for q in range(shard_count if standing is None else 0):
-        # Survivors before newcomers in every column: they have the state, and a newcomer that is seated has
+        # Survivors before newcomers in every group: they have the state, and a newcomer that is placed has
         # to be restored before the step can begin.
-        waiting = iter([w for w in (*columns[q], *fresh[q]) if w not in seated])
+        waiting = iter([w for w in (*groups[q], *fresh[q]) if w not in placed])
         for replica in replicas:
             if q not in replica:
                 replica[q] = next(waiting)
-                seated.add(replica[q])
+                placed.add(replica[q])
     # They compute nothing, because their replica lacks a shard, yet they are not sent home: each makes every
     # update, so its shard stays current. When one newcomer completes the replica, only that one shard is fetched,
     # not the state of all its workers.
-    beside = tuple((w, p) for w, p in survivors.items() if w not in seated)
-    return Seating(tuple(tuple(replica[q] for q in range(shard_count)) for replica in replicas), beside)
+    beside = tuple((w, p) for w, p in survivors.items() if w not in placed)
+    return RankAssignment(
+        tuple(tuple(replica[q] for q in range(shard_count)) for replica in replicas), beside
+    )
 
 
 def _fill(
@@ -254,22 +256,22 @@ def _fill(
     fresh: Sequence[Sequence[str]],
     standing: WorkerPlaces,
 ) -> None:
-    """Gives every replica the workers that it lacks. waiting, fresh: of each shard, survivors without a seat, and
+    """Gives every replica the workers that it lacks. waiting, fresh: of each shard, survivors without a place, and
     newcomers."""
     paths = standing.paths
     begun = {r: middle([paths[w] for w in row.values()]) for r, row in enumerate(replicas) if row}
     empty = [r for r, row in enumerate(replicas) if not row]
     left: list[list[str]] = []
     for q, survivors in enumerate(waiting):
-        seats = {r: at for r, at in begun.items() if q not in replicas[r]}
-        missing = len(seats) + len(empty)
-        # Survivors before newcomers, however far they stand: they have the state, and a newcomer that is seated
+        vacant = {r: at for r, at in begun.items() if q not in replicas[r]}
+        missing = len(vacant) + len(empty)
+        # Survivors before newcomers, however far they stand: they have the state, and a newcomer that is placed
         # has to be restored before the step can begin.
         pool = [
             *survivors,
-            *pick(standing, fresh[q], max(0, missing - len(survivors)), seats.values(), begun.values()),
+            *pick(standing, fresh[q], max(0, missing - len(survivors)), vacant.values(), begun.values()),
         ]
-        for r, worker in match(seats, pool, paths).items():
+        for r, worker in match(vacant, pool, paths).items():
             replicas[r][q] = worker
         taken = {row[q] for row in replicas if q in row}
         left.append([w for w in pool if w not in taken])

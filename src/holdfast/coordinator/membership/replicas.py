@@ -12,7 +12,7 @@ from holdfast.coordinator.kernel.context import Context, StopJob
 from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.state import Blame, Halting, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import queries
-from holdfast.coordinator.membership.rank_assignment import Seating, match, seat, wanted
+from holdfast.coordinator.membership.rank_assignment import RankAssignment, assign, match, wanted
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ShapesDiffer
@@ -60,12 +60,14 @@ def shards_of(workers: Iterable[Worker]) -> dict[str, int]:
     return {w.name: w.shard_index for w in workers}
 
 
-def seating(context: Context, survivors: Sequence[Worker], newcomers: Sequence[Worker]) -> Seating:
-    """Who sits where in the next generation."""
+def assign_ranks(
+    context: Context, survivors: Sequence[Worker], newcomers: Sequence[Worker]
+) -> RankAssignment:
+    """The ranks of the next generation."""
     s = context.state
     most = s.target // s.membership.shard_count
     standing = queries.standing(context, [*survivors, *newcomers])
-    return seat(
+    return assign(
         s.membership.generation,
         shards_of(survivors),
         shards_of(newcomers),
@@ -81,7 +83,7 @@ def strength(context: Context, survivors: list[Worker], newcomers: list[Worker])
     if membership.shard_count == 1:
         return len(survivors) + len(newcomers)
     there = len(survivors) + len(newcomers)
-    replicas = seat(
+    replicas = assign(
         membership.generation, shards_of(survivors), shards_of(newcomers), membership.shard_count, there
     ).replicas
     return len(replicas) * membership.shard_count
@@ -124,11 +126,11 @@ def rebuild(context: Context) -> None:
     membership = context.state.membership
     if membership.shard_count == 1:
         return
-    ready, seated, coming = (
+    ready, assigned, coming = (
         [w for w in context.workers_in(*phases) if membership.nodes[w.node].leaving is None]
         for phases in ((WorkerPhase.READY,), SEATED, COMING)
     )
-    there = [w.shard_index for w in seated]
+    there = [w.shard_index for w in assigned]
     replicas = _replicas_within_reach(context, there, len(ready) + len(coming))
     expected = [w.shard_index for w in coming]
     spare: list[Worker] = []
@@ -271,7 +273,7 @@ def give_up(context: Context) -> None:
 
 
 def connected_in(
-    context: Context, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
+    context: Context, assigned: tuple[tuple[str, ...], ...], before: m.Generation | None
 ) -> tuple[int, ...]:
     """For every complete replica of the next generation the one in which its groups were connected: an earlier one, where
     the same workers come from it with their groups intact, else the next one."""
@@ -281,4 +283,4 @@ def connected_in(
         replica_members = members(context, replica)
         if len({w.agreement for w in replica_members}) == 1 and replica_members[0].agreement >= 0:
             known[tuple(w.name for w in replica_members)] = number
-    return tuple(known.get(replica_members, membership.number + 1) for replica_members in seated)
+    return tuple(known.get(replica_members, membership.number + 1) for replica_members in assigned)

@@ -22,7 +22,7 @@ from holdfast.coordinator.kernel.state import (
     WorkerPhase,
 )
 from holdfast.coordinator.membership import notices, policy, processes, queries, replicas, shutdown
-from holdfast.coordinator.membership.rank_assignment import Seating, pick
+from holdfast.coordinator.membership.rank_assignment import RankAssignment, pick
 from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
 from holdfast.protocol import ledger
@@ -233,7 +233,7 @@ def change_due(context: Context) -> str | None:
 
 def _with_newcomers(context: Context) -> tuple[int, int]:
     """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
-    their seats until they can leave."""
+    their assignments until they can leave."""
     s = context.state
     there = [w for w in context.members() if s.membership.shard_count > 1 or not queries.leaves(context, w)]
     return replicas.strength(context, there, []), min(
@@ -329,34 +329,37 @@ def _choose_rows(
 ) -> tuple[list[Worker], list[Worker]]:
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
-    # First without those that leave. Only if that is too little, and they have time, are they seated again.
-    plan = replicas.seating(context, staying, fresh)
+    # First without those that leave. Only if that is too little, and they have time, are they assigned again.
+    plan = replicas.assign_ranks(context, staying, fresh)
     if not _may_leave(context, len(plan.replicas) * context.state.membership.shard_count):
-        plan = replicas.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
-    seated = {w for replica in plan.replicas for w in replica}
-    kept = [w for w in survivors if w.name in seated]
+        plan = replicas.assign_ranks(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
+    assigned = {w for replica in plan.replicas for w in replica}
+    kept = [w for w in survivors if w.name in assigned]
     most = context.state.target // context.state.membership.shard_count
     for worker in staying:
         if worker not in kept and sum(w.shard_index == worker.shard_index for w in kept) < most:
             kept.append(worker)
     for worker in survivors:
-        # The last holder of a shard stays as a donor even if it has no seat: without it all would go back to
+        # The last holder of a shard stays as a donor even if it has no assignment: without it all would go back to
         # a snapshot.
         others = [w for w in kept if w.shard_index == worker.shard_index and w.name in outcome.holders]
         if worker.name in outcome.holders and not others:
             kept.append(worker)
-    return kept, [w for w in fresh if w.name in seated]
+    return kept, [w for w in fresh if w.name in assigned]
 
 
-def seating(context: Context, kept: list[Worker], fresh: list[Worker]) -> Seating:
+def assign_ranks(context: Context, kept: list[Worker], fresh: list[Worker]) -> RankAssignment:
     """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
     staying = [w for w in kept if not queries.leaves(context, w)]
-    without, full = replicas.seating(context, staying, fresh), replicas.seating(context, kept, fresh)
-    # It is kept in its seat only if a replica would be missing without it.
+    without, full = (
+        replicas.assign_ranks(context, staying, fresh),
+        replicas.assign_ranks(context, kept, fresh),
+    )
+    # It is kept in its place only if a replica would be missing without it.
     if len(without.replicas) < len(full.replicas):
         return full
     donors = tuple((w.name, w.shard_index) for w in kept if queries.leaves(context, w))
-    return Seating(without.replicas, (*without.beside, *donors))
+    return RankAssignment(without.replicas, (*without.beside, *donors))
 
 
 def let_go(context: Context, workers: list[Worker]) -> None:

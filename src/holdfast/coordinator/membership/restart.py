@@ -229,7 +229,7 @@ def _in_order(context: Context, usable: list[Node], count: int) -> list[Node]:
         return sorted(usable[:count], key=lambda n: came[n.name])
     paths = {n.name: path(n.place, n.name) for n in usable}
     standing = WorkerPlaces(paths, {n.name: queries.tier(n) for n in usable})
-    # Every start begins anew, so there are no seats to fill: whoever is taken, the job stands in few places.
+    # Every start begins anew, so there are no vacancies to fill: whoever is taken, the job stands in few places.
     chosen = sorted(pick(standing, [n.name for n in usable], count, (), ()), key=came.__getitem__)
     nodes_by_name = {n.name: n for n in usable}
     return [nodes_by_name[name] for name in in_order(chosen, paths)]

@@ -175,7 +175,7 @@ def _last_stop(context: Context, worker: Worker, last: int) -> m.Stop:
         if s.membership.stops[w.name].save_to or s.membership.stops[w.name].keep
     }
     # One holder of each shard saves it, not all: they hold the same bytes. A shard counts as kept while its
-    # copy is on the way; if that fails, `awaited_shards` lacks it, and the next worker of the column is
+    # copy is on the way; if that fails, `awaited_shards` lacks it, and the next worker of the replica group is
     # asked.
     kept = worker.shard_index in savers | storage.kept_shards(context, last) | storage.awaited_shards(context)
     kept = kept or (s.storage.durable is not None and s.storage.durable.step >= last)
@@ -289,11 +289,11 @@ def _settled(context: Context, waiting: list[Worker]) -> int:
     return outcome.start or 0
 
 
-def _keepers(context: Context, column: list[Worker], first: bool) -> list[Worker]:
+def _keepers(context: Context, group: list[Worker], first: bool) -> list[Worker]:
     """Who keeps a shard: those that took the snapshots, else one."""
-    column = [w for w in column if context.state.membership.nodes[w.node].memory.port]
-    saved = [w for w in column if context.state.membership.seats[w.name].saves]
-    return saved if first and saved else column[:1]
+    group = [w for w in group if context.state.membership.nodes[w.node].memory.port]
+    saved = [w for w in group if context.state.membership.assignments[w.name].saves]
+    return saved if first and saved else group[:1]
 
 
 def _saving(context: Context) -> bool:

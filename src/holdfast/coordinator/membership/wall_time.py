@@ -175,7 +175,7 @@ def broke(state: CoreState, now: float) -> None:
     wall.away = {name for name in wall.away if name in workers and workers[name].phase is WorkerPhase.MEMBER}
     _mark(state, now)  # while nothing waits to be divided
     if wall.doing is TimeClass.COMPUTED:
-        wall.torn = (_since(state), now)
+        wall.interrupted = (_since(state), now)
         wall.doing = TimeClass.INTERRUPTED
     wall.resumes = TimeClass.DECIDE
     _change(state, now, TimeClass.PAUSED if wall.away else TimeClass.DECIDE)
@@ -183,7 +183,7 @@ def broke(state: CoreState, now: float) -> None:
 
 def gathered(state: CoreState, now: float) -> None:
     """All workers have left what was ended."""
-    _divide_torn(state)
+    _divide_interrupted(state)
     wall = state.membership.wall
     wall.away = set()
     if wall.doing is TimeClass.DECIDE or (
@@ -266,7 +266,7 @@ def went_back(state: CoreState, start: int) -> None:
 
 def stops(state: CoreState, now: float) -> None:
     """The job comes to its end. Steps may still be made at levels 0 and 1."""
-    _divide_torn(state)
+    _divide_interrupted(state)
     if state.membership.wall.doing is not TimeClass.COMPUTED:
         _change(state, now, TimeClass.SAVING)
 
@@ -440,7 +440,7 @@ def _mark(state: CoreState, until_s: float) -> None:
     wall = state.membership.wall
     since_s = _since(state)
     # What a fault ended is not divided yet: a mark would keep seconds that are moved to another class later.
-    if wall.torn is not None:
+    if wall.interrupted is not None:
         return
     if wall.marks:
         age_s = since_s - wall.marks[-1].at_s
@@ -481,12 +481,12 @@ def _change(state: CoreState, now: float, doing: TimeClass) -> None:
     state.membership.wall.doing = doing
 
 
-def _divide_torn(state: CoreState) -> None:
+def _divide_interrupted(state: CoreState) -> None:
     """The time of a fault is often learned after its effect: only now is known how long it was not noticed."""
     wall = state.membership.wall
-    if wall.torn is None:
+    if wall.interrupted is None:
         return
-    (since_s, broke_s), wall.torn = wall.torn, None
+    (since_s, broke_s), wall.interrupted = wall.interrupted, None
     struck = [
         i.struck_s
         for i in incidents.open_ones(state)

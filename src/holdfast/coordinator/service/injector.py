@@ -195,7 +195,9 @@ class Injector:
             return next((x for x in members if x.node == node_name(spec.node)), None)
         if spec.phase == "transfer":
             restoring = [
-                x for x in members if (seat := state.membership.seats.get(x.worker)) and seat.restore
+                x
+                for x in members
+                if (assignment := state.membership.assignments.get(x.worker)) and assignment.restore
             ]
             return restoring[0] if restoring else None
         # Drawn from the plan and how often it fired, not from one stream: so a replay strikes the same ranks,

@@ -214,8 +214,8 @@ def is_restoring(state: CoreState, worker: Worker) -> bool:
         return False
     if not state.membership.counts_steps:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
-    generation, seat = state.membership.generation, state.membership.seats.get(worker.name)
-    if generation is None or seat is None or not seat.restore:
+    generation, assignment = state.membership.generation, state.membership.assignments.get(worker.name)
+    if generation is None or assignment is None or not assignment.restore:
         return False
     # What it says when it has the state is lost with a coordinator that is replaced just then; a step is not.
     trains = worker.committed is not None and worker.committed > generation.start

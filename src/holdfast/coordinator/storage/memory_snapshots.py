@@ -434,7 +434,7 @@ def _spread(context: Context, snapshot: MemorySnapshot) -> None:
         missing = context.spec.saving.copies + 1 - len(set(there))
         if missing <= 0:
             continue
-        # Another member of the same column is just copying the same bytes from its own GPU. Asking a third
+        # Another member of the same replica group is just copying the same bytes from its own GPU. Asking a third
         # node to fetch them over the network would send what arrives for free a moment later.
         if _expected(context, snapshot, rank, there):
             complete = False

@@ -49,7 +49,7 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
     sent; they hold the same."""
     # One saver per node: a second one would put the same bytes into the same memory.
     first: dict[str, int] = {}
-    for member in (generation.members[r] for r in generation.column(shard_index)):
+    for member in (generation.members[r] for r in generation.replica_group(shard_index)):
         if context.state.membership.nodes[member.node].memory.port:
             first.setdefault(member.node, member.rank)
     wanted = context.spec.saving.copies + 1
