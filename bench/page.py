@@ -135,7 +135,7 @@ def events(nodes: int, steps: int, incidents: int, rng: random.Random) -> Any:
         yield row(0.1, "node-joined", node=f"node{n}", host="h", slots=PER_NODE)
     for number in range(1, incidents + 1):
         t_s, node = number * steps * STEP_S / (incidents + 1), f"node{int(rng.paretovariate(0.4)) % nodes}"
-        facts = {
+        status = {
             "id": number, "fault": None, "injected": False, "node": node, "ranks": [rng.randrange(nodes * PER_NODE)],
             "at_step": int(t_s / STEP_S), "t_s": t_s, "detect_s": 0.2, "decide_s": 0.1, "replace_s": 0.1, "join_s": 0.3,
             "restore_s": 0.4, "first_step_s": 1.0, "stall_s": None, "earlier_stalls": 0, "earlier_stall_s": 0.0,
@@ -143,12 +143,12 @@ def events(nodes: int, steps: int, incidents: int, rng: random.Random) -> Any:
             "cause_kind": rng.choice(["process", "hang", "raised", "node"]), "rule": None, "quiet": False, "verdict": None,
             "where": None,
         }  # fmt: skip
-        yield row(t_s, "incident-opened", **facts)
+        yield row(t_s, "incident-opened", **status)
         if number > incidents - NAMED:
             names = [f"node{n // PER_NODE}.{n % PER_NODE}#{n + 1}" for n in range(nodes * PER_NODE)]
-            names[facts["ranks"][0]] += f"{number}"
+            names[status["ranks"][0]] += f"{number}"
             yield row(
-                t_s + 0.5, "formed", generation=number, start=facts["at_step"], world=len(names), workers=names, restore=[],
+                t_s + 0.5, "formed", generation=number, start=status["at_step"], world=len(names), workers=names, restore=[],
                 applied=True, source="live",
             )  # fmt: skip
         done = {
@@ -157,7 +157,7 @@ def events(nodes: int, steps: int, incidents: int, rng: random.Random) -> Any:
             "lost_steps": 0,
             "rung": "spare",
         }
-        yield row(t_s + 3.5, "incident-closed", **(facts | done))
+        yield row(t_s + 3.5, "incident-closed", **(status | done))
 
 
 def made_up_state(nodes: int) -> CoreState:

@@ -14,7 +14,7 @@ from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol.messages import StepTold
-from holdfast.web.story import Story
+from holdfast.web.timeline import JobTimeline
 
 UTC = "2026-01-02T03:04:05.000+00:00"
 
@@ -111,7 +111,7 @@ def test_old_generations_lose_the_names_of_their_workers(tmp_path: Path) -> None
         assert [e.fields["world"] for e in store.events()] == [20] * 30
         assert store.dropped().unnamed == 27
         # Nobody seems to have left because nobody is named.
-        story = Story()
+        story = JobTimeline()
         for row in store.raw_entries(0, 100):
             story.add(*row)
         assert {runs[-1][1] for runs in story.runs.values()} == {0}

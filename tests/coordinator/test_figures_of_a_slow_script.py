@@ -22,13 +22,13 @@ from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.observe.dashboard import headline, progress_line
-from holdfast.observe.incident_report import story
+from holdfast.observe.incident_report import incident_lines
 from holdfast.observe.tables import report_view
 from holdfast.protocol import messages as m
 from holdfast.protocol import units
 from holdfast.protocol.phases import BLOCK_STEPS, Spent, TimeClass
 from holdfast.web import views
-from holdfast.web.story import Story
+from holdfast.web.timeline import JobTimeline
 
 T = TimeClass
 STEP_S, DATA_S, BETWEEN_S = 0.03, 0.02, 0.06
@@ -142,11 +142,11 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
     assert samples["holdfast_step_rate"] == status.pace.steps_per_s
     assert samples["holdfast_remaining_seconds"] == status.pace.eta_s
     index = PhaseIndex(desk.state.membership, desk.state.spec.nproc)
-    facts = job_view.page_facts(desk.state, index, desk.now, RECENT) | {
+    status = job_view.page_status(desk.state, index, desk.now, RECENT) | {
         "live": True,
         "ledger_trouble": None,
     }
-    page = views.now(facts, Story())
+    page = views.now(status, JobTimeline())
     assert page["pace"] == paced
     assert page["goodput"]["share"] == status.goodput.share
     assert page["weight_per_s"] == pytest.approx(6 * rate, rel=1e-4)
@@ -283,7 +283,7 @@ def test_an_evaluation_is_no_part_of_what_an_incident_costs(when: str, announced
     entries = [
         {"seq": n, "t_s": told["t_s"], "utc": "", "kind": k, "fields": told} for n, k in enumerate(kinds)
     ]
-    lines = story(1, entries)
+    lines = incident_lines(1, entries)
     assert f"  training stalled for {units.seconds(told['stall_s'])}; 0 steps to be repeated" in lines
     assert (
         f"  not counting {units.seconds(told['paused_s'])} of the script's own work between two steps"

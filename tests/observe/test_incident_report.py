@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.coordinator.kernel.incidents import COORDINATOR
-from holdfast.observe.incident_report import RUNGS, belonging, story, unheeded
+from holdfast.observe.incident_report import RUNGS, belonging, incident_lines, unheeded
 
 SOURCES = "".join(
     p.read_text() for p in (Path(holdfast.__file__).parent / "coordinator/membership").glob("*.py")
@@ -49,7 +49,7 @@ def test_a_finding_and_what_came_of_it():
         (5.0, "incident-closed", INCIDENT | {"stall_s": 0.9, "full_strength_s": 1.0, "rung": "spare", "lost_steps": 0,
                                              "detect_s": 0.1, "decide_s": 0.2}),
     )  # fmt: skip
-    text = "\n".join(story(1, entries))
+    text = "\n".join(incident_lines(1, entries))
     assert text.startswith("Incident 1 on n1, rank 1, at step 12: xid-79: fallen off the bus")
     assert "the rule xid-79 (gpu 0) by kmsg: Xid (PCI:0000:18:00): 79 [fatal, asks for reboot]" in text
     assert "it is replaced, because xid-79 asks for reboot, which was done before: reboot, reboot" in text
@@ -115,14 +115,14 @@ def test_an_incident_that_no_rule_found():
     entries = ledger(
         (4.0, "incident-opened", INCIDENT | {"rule": None, "cause": "killed by signal 9 (SIGKILL)"})
     )
-    text = "\n".join(story(1, entries))
+    text = "\n".join(incident_lines(1, entries))
     assert "No health rule matched" in text
     assert "Not known: no step was committed after it." in text
 
 
 def test_an_injected_fault_is_said_to_be_nobodys() -> None:
     injected = INCIDENT | {"injected": True, "fault": "kill-worker", "cause": "killed"}
-    first, second, *_ = story(1, ledger((4.0, "incident-opened", injected)))
+    first, second, *_ = incident_lines(1, ledger((4.0, "incident-opened", injected)))
     assert first.endswith("(injected: kill-worker)")
     assert (
         second
@@ -151,12 +151,14 @@ def test_a_hang_says_where_its_ranks_stood_as_far_as_that_is_known():
         "stood_at_step": 20,
         "where": "2 ranks in all_reduce",
     }
-    text = "\n".join(story(1, ledger((4.0, "incident-opened", hang | known))))
+    text = "\n".join(incident_lines(1, ledger((4.0, "incident-opened", hang | known))))
     assert "its ranks had done 20 optimizer steps since the start" in text
     assert "they had not entered all_reduce 41 of default_pg, in which others waited" in text
     assert "all ranks: 2 ranks in all_reduce" in text
     unknown = dict.fromkeys(known)
-    assert "Where the ranks were" not in "\n".join(story(1, ledger((4.0, "incident-opened", hang | unknown))))
+    assert "Where the ranks were" not in "\n".join(
+        incident_lines(1, ledger((4.0, "incident-opened", hang | unknown)))
+    )
 
 
 def test_a_decision_not_to_act():
@@ -167,14 +169,14 @@ def test_a_decision_not_to_act():
         "reason": "2 of 8 nodes were acted on",
     }
     entries = ledger((4.0, "incident-opened", INCIDENT | {"quiet": True}), (4.0, "verdict", withheld))
-    text = "\n".join(story(1, entries))
+    text = "\n".join(incident_lines(1, entries))
     assert "nothing is done, because 2 of 8 nodes were acted on" in text
     assert "otherwise: it is replaced" in text
     assert "Nothing: training was not disturbed." in text
 
 
 def test_there_is_no_such_incident():
-    assert story(7, ledger((4.0, "incident-opened", INCIDENT))) == []
+    assert incident_lines(7, ledger((4.0, "incident-opened", INCIDENT))) == []
 
 
 def test_rules_on_trial_are_told_apart():

@@ -16,7 +16,7 @@ from holdfast.health import stacks
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.web import views
-from holdfast.web.story import Story
+from holdfast.web.timeline import JobTimeline
 from holdfast.web.views import cost
 
 UTC = "2026-01-02T03:04:05.000+00:00"
@@ -33,21 +33,21 @@ def test_who_holds_it_up() -> None:
         "ranks 0-1 wait in a reduction: wait (holdfast/train/generation_group.py) < main (a/train.py:9)",
         "rank 2 is in load (a/train.py:33): load (a/train.py:33)",
     ]
-    story = Story()
-    assert views.stall(story) == {"stall": None}
+    timeline = JobTimeline()
+    assert views.stall(timeline) == {"stall": None}
     judged = {
         "workers": ["n2.0#3"],
         "reason": "it loads",
         "where": "2 ranks in a reduction, 1 in load (rank 2)",
     }
     opened = {"id": 1, "t_s": 5.0, "cause": "a hang", "cause_kind": "hang", "ranks": [2]}
-    story.add(1, 5.0, UTC, "stall-judged", msgspec.json.encode(judged).decode())
-    story.add(2, 5.0, UTC, "incident-opened", msgspec.json.encode(opened).decode())
-    told = views.stall(story)["stall"]
+    timeline.add(1, 5.0, UTC, "stall-judged", msgspec.json.encode(judged).decode())
+    timeline.add(2, 5.0, UTC, "incident-opened", msgspec.json.encode(opened).decode())
+    told = views.stall(timeline)["stall"]
     assert told["lines"] == []
     assert told["incident"] == 1
-    story.add(3, 9.0, UTC, "stall-judged", msgspec.json.encode(judged | {"evidence": ["a", "b"]}).decode())
-    told = views.stall(story)["stall"]
+    timeline.add(3, 9.0, UTC, "stall-judged", msgspec.json.encode(judged | {"evidence": ["a", "b"]}).decode())
+    told = views.stall(timeline)["stall"]
     assert (told["lines"], told["incident"]) == (["a", "b"], None)
 
 
@@ -94,12 +94,12 @@ def test_groups_of_options_are_looked_into() -> None:
 
 
 def test_what_safety_costs() -> None:
-    story = Story()
-    assert cost(story, {})["words"].startswith("No failure so far")
+    timeline = JobTimeline()
+    assert cost(timeline, {})["words"].startswith("No failure so far")
     for number in range(4):
-        story.incidents[number] = {"quiet": number == 3, "lost_steps": 0}
+        timeline.incidents[number] = {"quiet": number == 3, "lost_steps": 0}
     for n in range(101):
-        story.add(n + 1, 10.0 * n, UTC, "snapshot", '{"step": 1}')
+        timeline.add(n + 1, 10.0 * n, UTC, "snapshot", '{"step": 1}')
     classes = {
         "detect": 3.0,
         "recomputed": 15.0,
@@ -107,14 +107,14 @@ def test_what_safety_costs() -> None:
         "snapshot_stall": 101.0,
         "productive": 800.0,
     }
-    found = cost(story, {"wall_s": 3000.0, "classes": classes})
+    found = cost(timeline, {"wall_s": 3000.0, "classes": classes})
     assert (found["incidents"], found["mtbf_s"], found["each_s"], found["every_s"]) == (3, 1000.0, 10.0, 10.0)
     assert found["snapshot_s"] == pytest.approx(1.0)
     # No step was lost: the interval has cost nothing but the snapshots.
     assert (found["best"], "no more" in found["words"]) == (None, True)
     for number in range(3):
-        story.incidents[number]["lost_steps"] = 5
-    found = cost(story, {"wall_s": 3000.0, "classes": classes})
+        timeline.incidents[number]["lost_steps"] = 5
+    found = cost(timeline, {"wall_s": 3000.0, "classes": classes})
     # A snapshot that holds up a second is worth less often than every ten at one failure in a thousand.
     assert found["best"]["every_s"] == pytest.approx(44.0, abs=1.0)
     assert found["best"]["share"] > found["now"]["share"]
@@ -122,11 +122,11 @@ def test_what_safety_costs() -> None:
 
 
 def test_only_checkpoints_that_a_tier_still_has_are_listed() -> None:
-    story = Story()
+    timeline = JobTimeline()
     saves = [(10, "a"), (20, "a"), (10, "b"), (30, "a"), (20, "a"), (40, "a"), (20, "b"), (30, "b")]
     for seq, (step, url) in enumerate(saves, 1):
         fields = {"step": step, "url": url, "took_s": 1.0, "skipped": 0}
-        story.add(seq, float(seq), UTC, "saved", msgspec.json.encode(fields).decode())
+        timeline.add(seq, float(seq), UTC, "saved", msgspec.json.encode(fields).decode())
     tiers = (DurableTier("a", keep=2), DurableTier("b", keep=1, keep_every=20))
-    there = job_view.kept_checkpoints(story.checkpoints, tiers)
+    there = job_view.kept_checkpoints(timeline.checkpoints, tiers)
     assert [(one["step"], one["url"]) for one in there] == [(30, "b"), (20, "b"), (40, "a"), (30, "a")]

@@ -33,7 +33,7 @@ from holdfast.ui.host import UiHost
 from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
 from holdfast.web import application
-from holdfast.web import story as story_module
+from holdfast.web import timeline as story_module
 from holdfast.web.application import GZIP_BYTES
 from holdfast.web.sessions import Role, Sessions
 
@@ -189,7 +189,7 @@ def incidents(store: Store, many: int) -> None:
     entries, seq = [], EVENTS
     for number in range(1, many + 1):
         t_s = 60.0 + number
-        facts = {
+        status = {
             "id": number, "fault": None, "injected": False, "node": "node1", "ranks": [1], "at_step": number, "t_s": t_s,
             "earlier_stalls": 0, "earlier_stall_s": 0.0, "cause": f"cause {number}", "cause_kind": "process", "rule": None,
             "quiet": False, "verdict": None, "where": None, "rung": "spare", "lost_steps": 1, "workers": [f"node1.0#{number}"],
@@ -206,7 +206,7 @@ def incidents(store: Store, many: int) -> None:
             "applied": False,
             "source": "live",
         }
-        for kind, fields in (("formed", formed), ("incident-opened", facts), ("incident-closed", facts)):
+        for kind, fields in (("formed", formed), ("incident-opened", status), ("incident-closed", status)):
             seq += 1
             entries.append(LedgerEntry(seq=seq, t_s=t_s, utc=UTC, kind=kind, fields=fields))
     store.write(LedgerBatch(entries=entries))

@@ -26,7 +26,7 @@ def why(
 
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.observe.incident_report import story, unheeded
+    from holdfast.observe.incident_report import incident_lines, unheeded
 
     folder = jobs.existing(job)
     with ledger(folder) as store:
@@ -37,7 +37,7 @@ def why(
     if incident is None:
         _list(entries, unheeded(entries), as_json, output)
         return
-    lines = story(incident, entries)
+    lines = incident_lines(incident, entries)
     if not lines:
         there = f"it had incidents 1 to {max(numbers)}" if numbers else "it has not had any"
         raise UsageError(f"the job {folder.name} did not have an incident {incident}: {there}")

@@ -1,4 +1,4 @@
-"""An incident as a short story, out of the ledger: what was seen, what was weighed, what was done, what it cost."""
+"""The report of one incident, from the ledger: what was seen, what was weighed, what was done, what it cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BEGINS = frozenset({"started", "formed"})
 """Of generations."""
 
 
-def story(number: int, entries: Sequence[Entry]) -> list[str]:
+def incident_lines(number: int, entries: Sequence[Entry]) -> list[str]:
     """Lines for a person. Empty: the ledger has no such incident."""
     mine = belonging(number, entries)
     opened = next((e for e in mine if e["kind"] == "incident-opened"), None)
@@ -41,7 +41,7 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
     for entry in mine:
         add_incident(found, entry["kind"], entry["fields"])
     told = found[number]
-    # An incident that is opened again reports the time of its newest disturbance. Its story begins at the
+    # An incident that is opened again reports the time of its newest disturbance. Its report begins at the
     # first.
     began_s = opened["fields"]["t_s"] if told.get("earlier_stalls") else told["t_s"]
     lines = [_headline(number, told), *([f"  injected: {INJECTED}"] if told.get("injected") else []), ""]

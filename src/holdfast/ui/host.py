@@ -87,7 +87,7 @@ class UiHost:
         # By its start: a job that is started again has another ledger when it ends again.
         key = folder.name, started_s
         if key not in self._ended:
-            # Each has a thread and a story in memory. Whoever looks through many old
+            # Each has a thread and a timeline in memory. Whoever looks through many old
             # jobs must not collect them.
             while len(self._ended) >= OPEN_KEPT:
                 self._ended.pop(next(iter(self._ended))).close()

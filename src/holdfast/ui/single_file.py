@@ -52,7 +52,7 @@ async def single_file(source: JobSource) -> str:
         try:
             found = await source.panel("incident", {"id": number})
         except PageRefused:
-            # A story that cannot be told must not cost the whole file.
+            # A report that cannot be made must not cost the whole file.
             continue
         data[f"incident?id={number}"] = _read(found)
     return _page(data)

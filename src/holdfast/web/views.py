@@ -1,6 +1,7 @@
-"""What each panel of the page shows, and what safety costs the job, as plain values: a state's facts and a story of the ledger in, JSON out. Pure.
+"""What each panel of the page shows, and what safety costs the job, as plain values: from the job's status and the timeline of its
+ledger. Pure.
 
-Facts are a dict that `coordinator.service.job_view` makes of the core's state. Unknown is None, durations are seconds.
+The status is a dict that `coordinator.service.job_view` makes of the core's state. Unknown is None, durations are seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from holdfast.protocol.health import remedy_text, severity_text
 from holdfast.protocol.ledger import PHASES
 from holdfast.protocol.phases import TimeClass
 from holdfast.protocol.verified import ReadBack
-from holdfast.web.story import FINDINGS_KEPT, STATES, Story
+from holdfast.web.timeline import FINDINGS_KEPT, STATES, JobTimeline
 
-Facts = Mapping[str, Any]
+Status = Mapping[str, Any]
 
 BARS = 400
 """At most so many bars of the timeline; of more, those that are near each other are one with a count."""
@@ -45,60 +46,62 @@ FINDING_MARKS = 100
 """Findings that curves are marked with, the newest."""
 
 
-def headline(facts: Facts) -> dict[str, Any]:
+def headline(status: Status) -> dict[str, Any]:
     """The first line: what the job does, in words, and since when. tone: good, busy, bad or over, for a shape and a colour."""
-    word = job_word(facts["phase"], facts["outcome"])
-    parts = [f"{units.count(facts['world'])} of {units.plural(facts['target'], 'worker')}"]
-    if facts["step"] is not None:
-        parts.insert(0, f"step {units.count(facts['step'])}")
-    why = _why_not(facts)
-    return {"word": word, "tone": _tone(facts), "text": ", ".join(parts), "why": why}
+    word = job_word(status["phase"], status["outcome"])
+    parts = [f"{units.count(status['world'])} of {units.plural(status['target'], 'worker')}"]
+    if status["step"] is not None:
+        parts.insert(0, f"step {units.count(status['step'])}")
+    why = _why_not(status)
+    return {"word": word, "tone": _tone(status), "text": ", ".join(parts), "why": why}
 
 
-def _tone(facts: Facts) -> str:
-    if facts["phase"] == "ended":
-        return "over" if facts["outcome"] in ("finished", "stopped") else "bad"
-    if facts["phase"] == "running":
-        return "good" if facts["world"] >= facts["target"] else "busy"
+def _tone(status: Status) -> str:
+    if status["phase"] == "ended":
+        return "over" if status["outcome"] in ("finished", "stopped") else "bad"
+    if status["phase"] == "running":
+        return "good" if status["world"] >= status["target"] else "busy"
     return "busy"
 
 
-def _why_not(facts: Facts) -> str:
+def _why_not(status: Status) -> str:
     """Why it does not train, or not at full strength; empty: it does, or is over as it should be."""
-    if facts["phase"] == "ended":
-        return facts["reason"] or ""
+    if status["phase"] == "ended":
+        return status["reason"] or ""
     # A quiet incident costs no training, so it explains nothing that a person sees.
-    standing = [i for i in facts["incidents"] if not i["quiet"]]
+    standing = [i for i in status["incidents"] if not i["quiet"]]
     if standing:
         newest = standing[-1]
         return f"incident {newest['id']}: {newest['cause']}"
-    if facts["phase"] == "gathering":
-        return f"{units.plural(facts['ready'], 'worker')} of {facts['target']} are ready"
-    if facts["phase"] == "running" and facts["world"] < facts["target"]:
-        return f"{units.plural(facts['target'] - facts['world'], 'worker')} fewer than wanted"
-    return facts["reason"] or ""
+    if status["phase"] == "gathering":
+        return f"{units.plural(status['ready'], 'worker')} of {status['target']} are ready"
+    if status["phase"] == "running" and status["world"] < status["target"]:
+        return f"{units.plural(status['target'] - status['world'], 'worker')} fewer than wanted"
+    return status["reason"] or ""
 
 
-def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
+def todo(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
     """What a person has to do, the most urgent first; empty: nothing. urgent: the job suffers until it is done."""
     found: list[dict[str, Any]] = []
 
     def say(urgent: bool, text: str, how: str = "") -> None:
         found.append({"urgent": urgent, "text": text, "how": how})
 
-    job = facts["job"]
-    if facts["phase"] == "ended":
-        if facts["outcome"] not in ("finished", "stopped"):
+    job = status["job"]
+    if status["phase"] == "ended":
+        if status["outcome"] not in ("finished", "stopped"):
             cause = (
-                facts["blame"]["cause"] if facts["blame"] else facts["reason"] or "its coordinator was killed"
+                status["blame"]["cause"]
+                if status["blame"]
+                else status["reason"] or "its coordinator was killed"
             )
-            say(True, f"The job {facts['outcome']}: {cause}", f"holdfast report --job {job}")
+            say(True, f"The job {status['outcome']}: {cause}", f"holdfast report --job {job}")
         return found
-    if facts["ledger_trouble"]:
-        say(True, f"Make room for the ledger, or make it writable: {facts['ledger_trouble']}", "df -h")
-    for tier in facts["saving"]["tiers"]:
+    if status["ledger_trouble"]:
+        say(True, f"Make room for the ledger, or make it writable: {status['ledger_trouble']}", "df -h")
+    for tier in status["saving"]["tiers"]:
         if tier["failing"]:
-            why = story.tier_trouble.get(tier["url"], "")
+            why = timeline.tier_trouble.get(tier["url"], "")
             say(
                 True,
                 f"Checkpoints do not reach {tier['url']}{': ' + why if why else ''}",
@@ -111,99 +114,99 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
                 f"holdfast status --job {job}",
             )
     # Nodes of a job that has only just begun are on their way, whether or not anybody has ordered them.
-    begins = facts["generation"] == 0 and facts["t_s"] < BEGINS_S
+    begins = status["generation"] == 0 and status["t_s"] < BEGINS_S
     # Not while a node is on its way: whoever adds another one would pay for one too many.
-    short = facts["phase"] == "gathering" and facts["ready"] < facts["target"]
-    if short and not facts["coming"] and not begins:
-        missing = facts["target"] - facts["ready"]
+    short = status["phase"] == "gathering" and status["ready"] < status["target"]
+    if short and not status["coming"] and not begins:
+        missing = status["target"] - status["ready"]
         say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
-    for ask in facts["health"]["asks"]:
+    for ask in status["health"]["asks"]:
         where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
         say(False, f"Inspect {ask['node']}: {ask['text']}", where)
     # Only of a job that was started with spares: to any other the lack of one is no news.
-    if facts["wants_spares"] and not facts["spares"] and not begins:
+    if status["wants_spares"] and not status["spares"] and not begins:
         say(False, "Add a node: no spare is left, so the next lost node costs strength", "")
-    for slow in facts["slow"]:
+    for slow in status["slow"]:
         say(
             False,
             f"Look at rank {units.text(slow['rank'])} on {slow['node']}: it takes {slow['ratio']:.2f} times its peers' time, "
             f"and they wait {units.share(slow['share'])} of the time",
             f"holdfast status --job {job}",
         )
-    for loss in _losses(facts):
+    for loss in _losses(status):
         say(False, loss["text"], loss["how"])
     # The sort is stable, so within a group the order is the one in which things are said above.
     return sorted(found, key=lambda one: not one["urgent"])
 
 
-def _losses(facts: Facts) -> list[dict[str, Any]]:
+def _losses(status: Status) -> list[dict[str, Any]]:
     """See `goodput.losses`: of the last hour, so that what was mended before goes away; of a younger job, of all of it."""
-    whole = facts["goodput"]
+    whole = status["goodput"]
     recent = whole.get("recent") or {}
-    return losses(recent if recent.get("wall_s") else whole, facts["micro_batches"])
+    return losses(recent if recent.get("wall_s") else whole, status["micro_batches"])
 
 
-def nothing(facts: Facts) -> str:
+def nothing(status: Status) -> str:
     """What an empty list of things to do says."""
-    if facts["phase"] == "ended":
+    if status["phase"] == "ended":
         return "Nothing: the job is over."
-    if any(not i["quiet"] for i in facts["incidents"]):
+    if any(not i["quiet"] for i in status["incidents"]):
         return "Nothing: the job recovers by itself."
     return "Nothing."
 
 
-def now(facts: Facts, story: Story) -> dict[str, Any]:
+def now(status: Status, timeline: JobTimeline) -> dict[str, Any]:
     """The panel at the top, and what changes with every step. simulated: of a job in a simulated cluster, its size and the
     speed of its time; None: of every other."""
-    median = typical(story)
+    median = typical(timeline)
     opened = [
         {k: i.get(k) for k in _SHOWN_OF_INCIDENT} | {"usual_s": median.get(str(i.get("cause_kind")))}
-        for i in facts["incidents"]
+        for i in status["incidents"]
         if not i["quiet"]
     ]
     return {
         **{
-            k: facts[k]
+            k: status[k]
             for k in ("job", "engine", "phase", "outcome", "level", "generation", "world", "target", "step")
         },
         **{
-            k: facts[k]
+            k: status[k]
             for k in ("t_s", "loss", "pace", "weight_per_s", "last_step_t_s", "ledger_seq", "live")
         },
-        "ledger": facts["ledger"],
-        "headline": headline(facts),
-        "todo": todo(facts, story),
-        "nothing": nothing(facts),
+        "ledger": status["ledger"],
+        "headline": headline(status),
+        "todo": todo(status, timeline),
+        "nothing": nothing(status),
         "open": opened,
-        "tiers": tiers(facts, story),
+        "tiers": tiers(status, timeline),
         # Of a job that is over nothing is to be done now: its next start is what a setting mends.
-        "goodput": waterfall(facts["goodput"])
+        "goodput": waterfall(status["goodput"])
         | {
-            "losses": losses(facts["goodput"], facts["micro_batches"])
-            if facts["phase"] == "ended"
-            else _losses(facts)
+            "losses": losses(status["goodput"], status["micro_batches"])
+            if status["phase"] == "ended"
+            else _losses(status)
         },
-        "began_utc_s": facts["began_utc_s"],
-        "nodes": facts["nodes"],
-        "spares": facts["spares"],
-        "least": facts["least"],
-        "phases": facts["phases"],
-        "steps": facts["steps"],
-        "figures": facts["figures"],
-        "slow": facts["slow"],
-        "leave": facts["leave"],
-        "simulated": facts.get("simulated"),
+        "began_utc_s": status["began_utc_s"],
+        "nodes": status["nodes"],
+        "spares": status["spares"],
+        "least": status["least"],
+        "phases": status["phases"],
+        "steps": status["steps"],
+        "figures": status["figures"],
+        "slow": status["slow"],
+        "leave": status["leave"],
+        "simulated": status.get("simulated"),
     }
 
 
-def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
+def tiers(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
     """Where the state is, the nearest first: what is lost if all that is nearer is lost with it."""
     rows: list[dict[str, Any]] = []
-    step, rate, ended = facts["step"], facts["pace"]["steps_per_s"], facts["phase"] == "ended"
+    step, rate, ended = status["step"], status["pace"]["steps_per_s"], status["phase"] == "ended"
     # The last state is saved when the core has decided everything, so only the ledger has it. Until then both have the same.
-    saved = {one["url"]: one for one in story.checkpoints} if ended else {}
+    saved = {one["url"]: one for one in timeline.checkpoints} if ended else {}
     # The agents of a job that has ended gave their memory back.
-    if (snapshot := facts["saving"]["snapshot"]) and not ended:
+    if (snapshot := status["saving"]["snapshot"]) and not ended:
         copies = snapshot["nodes"]
         rows.append(
             {
@@ -216,10 +219,10 @@ def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
                 "note": f"in the memory of {units.plural(copies, 'node')}",
             }
         )
-    for tier in facts["saving"]["tiers"]:
+    for tier in status["saving"]["tiers"]:
         state = "fails" if tier["failing"] else "stands still" if tier["slow"] else "good"
         if last := saved.get(tier["url"]):
-            age_s = round(facts["t_s"] - last["t_s"], 3)
+            age_s = round(status["t_s"] - last["t_s"], 3)
             tier = {**tier, "step": last["step"], "age_s": age_s, "under_way": None}
         note = "" if tier["under_way"] is None else f"step {units.count(tier['under_way'])} is on its way"
         # A tier that has nothing yet is not good: nothing could be loaded from it.
@@ -263,11 +266,11 @@ def waterfall(goodput: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def typical(story: Story) -> dict[str, float]:
+def typical(timeline: JobTimeline) -> dict[str, float]:
     """Kind of a cause to the median seconds from fault to full strength, of the newest incidents of that kind."""
     kinds: dict[str, list[float]] = {}
     # A list first, made in one go: another thread may be taking entries in.
-    for incident in list(story.incidents.values())[-200:]:
+    for incident in list(timeline.incidents.values())[-200:]:
         took = incident.get("full_strength_s")
         if took is not None and not incident.get("quiet"):
             kinds.setdefault(str(incident.get("cause_kind")), []).append(took)
@@ -275,34 +278,37 @@ def typical(story: Story) -> dict[str, float]:
 
 
 def incidents(
-    story: Story, before: int | None = None, count: int = SHOWN, older: Mapping[int, Mapping[str, Any]] = {}
+    timeline: JobTimeline,
+    before: int | None = None,
+    count: int = SHOWN,
+    older: Mapping[int, Mapping[str, Any]] = {},
 ) -> dict[str, Any]:
-    """The newest incidents, or those before a number, newest first. older: those that the story has let go, of `wanted`."""
-    there = {**older, **story.incidents}
+    """The newest incidents, or those before a number, newest first. older: those that the timeline has let go, of `wanted`."""
+    there = {**older, **timeline.incidents}
     numbers = sorted((n for n in there if before is None or n < before), reverse=True)
     shown = numbers[:count]
-    known = [*numbers[count:], *wanted(story, shown[-1] if shown else before, 1)]
+    known = [*numbers[count:], *wanted(timeline, shown[-1] if shown else before, 1)]
     return {
         "incidents": [_shown(there[n]) for n in shown],
-        "all": story.forgotten + len(story.incidents),
+        "all": timeline.forgotten + len(timeline.incidents),
         "more": bool(shown and known),
     }
 
 
-def wanted(story: Story, before: int | None, count: int) -> list[int]:
-    """Of the `count` incidents before a number, those that the story has let go, ascending. before: None: the newest."""
-    last = story.newest if before is None else min(before - 1, story.newest)
+def wanted(timeline: JobTimeline, before: int | None, count: int) -> list[int]:
+    """Of the `count` incidents before a number, those that the timeline has let go, ascending. before: None: the newest."""
+    last = timeline.newest if before is None else min(before - 1, timeline.newest)
     first = max(1, last - count + 1)
-    return [n for n in range(first, last + 1) if n not in story.incidents] if story.forgotten else []
+    return [n for n in range(first, last + 1) if n not in timeline.incidents] if timeline.forgotten else []
 
 
-def findings(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
+def findings(timeline: JobTimeline, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
     """What health rules found, newest first; `before`: the number of an entry."""
-    there = [f for f in reversed(story.findings) if before is None or f["seq"] < before]
+    there = [f for f in reversed(timeline.findings) if before is None or f["seq"] < before]
     return {
         "findings": [finding(f) for f in there[:count]],
         "more": len(there) > count,
-        "older": len(story.findings) == FINDINGS_KEPT,
+        "older": len(timeline.findings) == FINDINGS_KEPT,
     }
 
 
@@ -320,14 +326,22 @@ def _shown(incident: Mapping[str, Any]) -> dict[str, Any]:
     return {k: incident.get(k) for k in _SHOWN_OF_INCIDENT} | {"also": incident.get("also") or []}
 
 
-def timeline(story: Story, until_s: float, first_s: float = 0.0, bars: int = BARS) -> dict[str, Any]:
+def incident_timeline(
+    timeline: JobTimeline, until_s: float, first_s: float = 0.0, bars: int = BARS
+) -> dict[str, Any]:
     """Bars from fault to full strength, with stall and phases; where there are more than fit, groups with a count."""
-    there = [i for i in story.incidents.values() if first_s <= (i.get("first_t_s") or 0.0) <= until_s]
+    there = [i for i in timeline.incidents.values() if first_s <= (i.get("first_t_s") or 0.0) <= until_s]
     if len(there) <= bars:
         shown = [_bar(i, until_s) for i in there]
     else:
         shown = _grouped(there, first_s, until_s, bars)
-    return {"from_s": first_s, "to_s": until_s, "bars": shown, "count": len(there), "older": story.forgotten}
+    return {
+        "from_s": first_s,
+        "to_s": until_s,
+        "bars": shown,
+        "count": len(there),
+        "older": timeline.forgotten,
+    }
 
 
 def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
@@ -375,9 +389,9 @@ def _kind(incident: Mapping[str, Any]) -> str:
     return "health" if incident.get("rule") else str(incident.get("cause_kind") or "other")
 
 
-def decisions(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
+def decisions(timeline: JobTimeline, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
     """The newest decisions with their reasons, newest first."""
-    there = (e for e in reversed(story.decisions) if before is None or e["seq"] < before)
+    there = (e for e in reversed(timeline.decisions) if before is None or e["seq"] < before)
     told = (d for e in there if (d := _decision(e)) is not None)
     # Sentences are made as they are taken, so an answer costs what it shows and not what is kept.
     shown = list(islice(told, count))
@@ -403,46 +417,46 @@ def _decision(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     return told
 
 
-def lines(story: Story) -> dict[str, Any]:
+def lines(timeline: JobTimeline) -> dict[str, Any]:
     """The newest entries that people read, newest first: [seq, t_s, kind, sentence]."""
-    told = ((e, event_line(e, width=400)) for e in reversed(story.entries))
+    told = ((e, event_line(e, width=400)) for e in reversed(timeline.entries))
     return {"lines": [[e["seq"], e["t_s"], e["kind"], line] for e, line in told if line]}
 
 
-def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
+def strip(timeline: JobTimeline, until_s: float, rows: int = ROWS) -> dict[str, Any]:
     """What each node did, the worst first. Nodes that trained all the time are one row together.
 
     A row: [node, incidents, runs], a run: [since, number of its state]. stops: when all stood still.
     """
     plain, others = 0, []
-    for node, runs in story.runs.items():
+    for node, runs in timeline.runs.items():
         states = {number for _, number in runs}
         # It waited and then trained. Nearly every node of a large job did, and their
         # rows would bury the others.
-        if states <= {_ORDER["trains"], _ORDER["waits"]} and len(runs) <= 2 and node not in story.troubles:
+        if states <= {_ORDER["trains"], _ORDER["waits"]} and len(runs) <= 2 and node not in timeline.troubles:
             plain += 1
         else:
             others.append((node, runs))
 
     def badness(one: tuple[str, Any]) -> tuple[int, int, str]:
         node, runs = one
-        return (-story.troubles.get(node, 0), -runs[-1][1], node)
+        return (-timeline.troubles.get(node, 0), -runs[-1][1], node)
 
     others.sort(key=badness)
     # A small job fits as it is, and a person wants to see all of its nodes.
-    if len(story.runs) <= rows:
-        others = sorted(story.runs.items(), key=badness)
+    if len(timeline.runs) <= rows:
+        others = sorted(timeline.runs.items(), key=badness)
         plain = 0
     stops = [
         [i["first_t_s"], i["first_t_s"] + (i.get("stall_s") or 0.0), i["id"]]
-        for i in list(story.incidents.values())[-MARKS:]
+        for i in list(timeline.incidents.values())[-MARKS:]
         if not i.get("quiet") and i.get("first_t_s") is not None
     ]
     return {
         "states": list(STATES),
         "to_s": until_s,
         "rows": [
-            [node, story.troubles.get(node, 0), [list(r) for r in runs]] for node, runs in others[:rows]
+            [node, timeline.troubles.get(node, 0), [list(r) for r in runs]] for node, runs in others[:rows]
         ],
         "plain": plain,
         "hidden": max(0, len(others) - rows),
@@ -451,11 +465,15 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
 
 
 def checkpoints(
-    story: Story, facts: Facts, there: Sequence[Mapping[str, Any]], read_back: ReadBack, count: int = SHOWN
+    timeline: JobTimeline,
+    status: Status,
+    there: Sequence[Mapping[str, Any]],
+    read_back: ReadBack,
+    count: int = SHOWN,
 ) -> dict[str, Any]:
     """Checkpoints that durable tiers have still, the newest first, and the snapshot in memory.
 
-    there: of `story.checkpoints`, those that tiers have still, the newest first. read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
+    there: of `timeline.checkpoints`, those that tiers have still, the newest first. read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
     has looked since it was saved.
     """
     shown = []
@@ -466,19 +484,19 @@ def checkpoints(
             note = None
         found = {"whole": note.whole, "verified_utc": note.utc, "why": note.why} if note else _NOT_READ_BACK
         shown.append({**one, **found})
-    return {"checkpoints": shown, "tiers": tiers(facts, story)}
+    return {"checkpoints": shown, "tiers": tiers(status, timeline)}
 
 
 _NOT_READ_BACK = {"whole": None, "verified_utc": None, "why": ""}
 
 
-def stall(story: Story) -> dict[str, Any]:
+def stall(timeline: JobTimeline) -> dict[str, Any]:
     """The newest hang: who held up the others, where each rank stood, who waited for whom, and its incident."""
-    found = story.stall
+    found = timeline.stall
     if found is None:
         return {"stall": None}
     # The verdict opens its incident, so that is the first one that began after it.
-    opened = (n for n, i in story.incidents.items() if i["seqs"][0] >= found["seq"])
+    opened = (n for n, i in timeline.incidents.items() if i["seqs"][0] >= found["seq"])
     return {
         "stall": {
             "t_s": found["t_s"],
@@ -491,7 +509,7 @@ def stall(story: Story) -> dict[str, Any]:
     }
 
 
-def marks(story: Story) -> list[dict[str, Any]]:
+def marks(timeline: JobTimeline) -> list[dict[str, Any]]:
     """What the curves are marked with: incidents, of many the longest stalls; changes of the size; and findings of health rules
     whose `at_step` is known."""
     found = [
@@ -503,7 +521,7 @@ def marks(story: Story) -> list[dict[str, Any]]:
             "lost": i.get("lost_steps") or 0,
             "text": units.clip(str(i.get("cause") or ""), 120),
         }
-        for i in story.incidents.values()
+        for i in timeline.incidents.values()
         if i.get("at_step") is not None and not i.get("quiet")
     ]
     if len(found) > MARKS:
@@ -517,7 +535,7 @@ def marks(story: Story) -> list[dict[str, Any]]:
             "lost": 0,
             "text": f"{c['from_world']} to {units.plural(c['to_world'], 'worker')}: {c['reason']}",
         }
-        for c in story.changes
+        for c in timeline.changes
     ]
     found += [
         {
@@ -530,7 +548,7 @@ def marks(story: Story) -> list[dict[str, Any]]:
                 f"{f.get('node') or ''} {f['rule']}: {printable(str(f.get('evidence') or ''))}".strip(), 120
             ),
         }
-        for f in list(story.findings)[-FINDING_MARKS:]
+        for f in list(timeline.findings)[-FINDING_MARKS:]
         if f.get("at_step") is not None and marks_curves(f)
     ]
     return found
@@ -579,14 +597,14 @@ RECOVERY = (
 # The formulas are those of `holdfast plan`; nothing is assumed that the job has not shown itself.
 
 
-def cost(story: Story, goodput: Mapping[str, Any]) -> dict[str, Any]:
+def cost(timeline: JobTimeline, goodput: Mapping[str, Any]) -> dict[str, Any]:
     """incidents, mtbf_s, each_s: what one takes; went_back: those that lost steps; snapshots: their number, every_s,
     snapshot_s; now, best: an interval, and the share of time that is kept with it; words. Unknown is None."""
     classes, wall_s = goodput.get("classes") or {}, goodput.get("wall_s")
-    there = [i for i in list(story.incidents.values()) if not i.get("quiet")]
-    failures = len(there) + story.forgotten_failures
-    went_back = sum(bool(i.get("lost_steps")) for i in there) + story.forgotten_went_back
-    count, begun_s, newest_s = story.snapshots
+    there = [i for i in list(timeline.incidents.values()) if not i.get("quiet")]
+    failures = len(there) + timeline.forgotten_failures
+    went_back = sum(bool(i.get("lost_steps")) for i in there) + timeline.forgotten_went_back
+    count, begun_s, newest_s = timeline.snapshots
     found: dict[str, Any] = {
         "incidents": failures,
         "mtbf_s": wall_s / failures if wall_s and failures else None,

@@ -428,7 +428,7 @@ def _by_shard(state: CoreState, ended: list[Worker]) -> tuple[list[list[str]], l
     return [sorted(d) for d in digests], [sorted(s) for s in states]
 
 
-def page_facts(state: CoreState, index: PhaseIndex, now: float, recent: Mapping[str, Any]) -> dict[str, Any]:
+def page_status(state: CoreState, index: PhaseIndex, now: float, recent: Mapping[str, Any]) -> dict[str, Any]:
     """recent: what the ledger says of the newest steps, see `page._recent_steps`."""
     membership = state.membership
     head = status_head(state, now, recent["loss"], None)

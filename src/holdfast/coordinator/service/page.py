@@ -19,12 +19,12 @@ from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
 from holdfast.coordinator.service import job_view, worker_output
 from holdfast.coordinator.service.all_starts import launches
 from holdfast.coordinator.service.store import LedgerEntry, Store, began_utc_s
-from holdfast.observe.incident_report import story
+from holdfast.observe.incident_report import incident_lines
 from holdfast.observe.printable import printable
 from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
 from holdfast.web.application import PageAnswer, PageRefused, answer, frame, whole
-from holdfast.web.story import BOOKMARK_EVERY, Story
+from holdfast.web.timeline import BOOKMARK_EVERY, JobTimeline
 from holdfast.web.views import cost
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ ENTRIES_AT_ONCE = 2000
 RECENT = 64
 
 AROUND = 2000
-"""Entries around an incident that its story may be told from."""
+"""Entries around an incident that it may be told from."""
 
 INCIDENT_LINES = 40
 """Of a log, beside an incident."""
@@ -113,12 +113,12 @@ class PageSource:
         self._read, self._state, self._index, self._clock = read, state, index, clock
         self._news, self._job_dir, self._live = news, job_dir, live
         self._trouble, self._act, self._simulated = trouble, act, simulated
-        self._story = Story()
+        self._timeline = JobTimeline()
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES)
-        self._facts: dict[str, Any] = {}
+        self._status: dict[str, Any] = {}
         self._now: dict[str, Any] = {}
         self._made: tuple[dict[str, Any], dict[str, Any], bytes] = ({}, {}, b"")
-        self._facts_at = -EVERY_S
+        self._status_at = -EVERY_S
         self._taken_at = -EVERY_S
         self._looking, self._taking = asyncio.Lock(), asyncio.Lock()
         self._filling: asyncio.Task[None] | None = None
@@ -135,13 +135,18 @@ class PageSource:
         made_s, seq, kept = self._cache.get(key, (0.0, 0, None))
         # Good only while nothing was taken in since. `now` is never taken from here:
         # `_look` has just made it.
-        if kept is not None and seq == self._story.seq and loop.time() - made_s < FRESH_S and name != "now":
+        if (
+            kept is not None
+            and seq == self._timeline.seq
+            and loop.time() - made_s < FRESH_S
+            and name != "now"
+        ):
             return kept
         made = await self._make(name, query)
         # Keys are words of viewers, so their number has to have a bound.
         if len(self._cache) >= MOST_CACHED:
             self._cache.pop(next(iter(self._cache)))
-        self._cache[key] = loop.time(), self._story.seq, made
+        self._cache[key] = loop.time(), self._timeline.seq, made
         return made
 
     async def _make(self, name: str, query: Mapping[str, str]) -> PageAnswer:
@@ -165,17 +170,17 @@ class PageSource:
             return await self._read(lambda _: answer(worker_output.tail(self._job_dir, path)))
         if name == "incident":
             return await self._incident(whole(query, "id", None))
-        facts = self._facts
+        status = self._status
         if name == "incidents":
             # A query must not ask for an answer that grows with the job.
             before, count = (
                 whole(query, "before", None),
                 min(200, whole(query, "count", views.SHOWN) or views.SHOWN),
             )
-            older = await self._older(views.wanted(self._story, before, count))
-            return await self._read(lambda _: answer(views.incidents(self._story, before, count, older)))
-        # The story is read where it is written, so no entry is taken in meanwhile.
-        return await self._read(lambda store: answer(self._view(store, name, query, facts)))
+            older = await self._older(views.wanted(self._timeline, before, count))
+            return await self._read(lambda _: answer(views.incidents(self._timeline, before, count, older)))
+        # The timeline is read where it is written, so no entry is taken in meanwhile.
+        return await self._read(lambda store: answer(self._view(store, name, query, status)))
 
     def _log_of(self, worker: str) -> str:
         """Where the log of a worker is; empty: it has none."""
@@ -184,36 +189,37 @@ class PageSource:
         return known.log if known is not None else worker_output.usual_log(self._job_dir, worker)
 
     async def _incident(self, number: int | None) -> PageAnswer:
-        story = self._story
-        known = story.incidents.get(number) if number is not None else None
-        if known is None and number is not None and 0 < number <= story.newest:
+        timeline = self._timeline
+        known = timeline.incidents.get(number) if number is not None else None
+        if known is None and number is not None and 0 < number <= timeline.newest:
             known = (await self._older([number])).get(number)
         if known is None:
             raise PageRefused(
-                f"this job does not have an incident {number}: it has {story.forgotten + len(story.incidents)}",
+                f"this job does not have an incident {number}: it has {timeline.forgotten + len(timeline.incidents)}",
                 404,
             )
-        one, began = known, self._facts["began_utc_s"]
+        one, began = known, self._status["began_utc_s"]
         begun_utc_s = None if began is None else began + (one.get("first_t_s") or 0.0)
         struck = await self._read(lambda store: _struck(store, one))
         worker = self._state.membership.workers.get(struck.worker)
         lives = self._live and worker is not None and worker.phase is not WorkerPhase.GONE
         log = struck.log or self._log_of(struck.worker)
 
-        def told(store: Store) -> PageAnswer:
+        def with_output(store: Store) -> PageAnswer:
             output = _output(self._job_dir, struck.worker, log, begun_utc_s, lives)
-            return answer(_incident_told(store, story, one) | {"output": output})
+            return answer(_incident_told(store, timeline, one) | {"output": output})
 
-        return await self._read(told)
+        return await self._read(with_output)
 
     async def _older(self, numbers: list[int]) -> dict[int, dict[str, Any]]:
-        """Incidents that the story has let go, out of their part of the ledger."""
+        """Incidents that the timeline has let go, out of their part of the ledger."""
         if not numbers:
             return {}
-        part = self._story.before(numbers[0])
+        part = self._timeline.before(numbers[0])
         # Up to the second bookmark after them: one is let go only when it is over, and is so within some others.
         until = next(
-            (seq for n, seq in self._story.bookmarks if n > numbers[-1] + BOOKMARK_EVERY), self._story.seq
+            (seq for n, seq in self._timeline.bookmarks if n > numbers[-1] + BOOKMARK_EVERY),
+            self._timeline.seq,
         )
         # In several pieces: what waits for the same thread gets its turn between them.
         while await self._read(lambda store: _take_older(store, part, until)):
@@ -222,52 +228,52 @@ class PageSource:
         # What has let them go saw their end.
         return {n: one | {"open": False} for n, one in found.items() if "id" in one}
 
-    def _view(self, store: Store, name: str, query: Mapping[str, str], facts: Mapping[str, Any]) -> Any:
-        story, before = self._story, whole(query, "before", None)
+    def _view(self, store: Store, name: str, query: Mapping[str, str], status: Mapping[str, Any]) -> Any:
+        timeline, before = self._timeline, whole(query, "before", None)
         # A query must not ask for an answer that grows with the job.
         count = min(200, whole(query, "count", views.SHOWN) or views.SHOWN)
         match name:
             case "now":
                 return self._now
             case "findings":
-                return views.findings(story, before, count)
+                return views.findings(timeline, before, count)
             case "timeline":
-                until_s = float(whole(query, "to", None) or max(facts["t_s"], story.t_s))
-                return views.timeline(story, until_s, float(whole(query, "from", 0) or 0))
+                until_s = float(whole(query, "to", None) or max(status["t_s"], timeline.t_s))
+                return views.incident_timeline(timeline, until_s, float(whole(query, "from", 0) or 0))
             case "decisions":
-                return views.decisions(story, before, count)
+                return views.decisions(timeline, before, count)
             case "strip":
-                return views.strip(story, max(facts["t_s"], story.t_s))
+                return views.strip(timeline, max(status["t_s"], timeline.t_s))
             case "cost":
-                return cost(story, facts["goodput"])
+                return cost(timeline, status["goodput"])
             case "launches":
                 return launches(self._job_dir, self._state.spec, store)
             case "stall":
-                return views.stall(story)
+                return views.stall(timeline)
             case "series":
                 found = _series(store, query)
                 if "columns" not in found:
                     return found
-                _place_findings(store, story)
+                _place_findings(store, timeline)
                 return found | {
-                    "marks": views.marks(story),
-                    "worlds": list(story.worlds),
+                    "marks": views.marks(timeline),
+                    "worlds": list(timeline.worlds),
                 }
             case "checkpoints":
-                there = job_view.kept_checkpoints(list(story.checkpoints), self._state.spec.saving.tiers)
-                return views.checkpoints(story, facts, there, verified(self._job_dir))
+                there = job_view.kept_checkpoints(list(timeline.checkpoints), self._state.spec.saving.tiers)
+                return views.checkpoints(timeline, status, there, verified(self._job_dir))
             case "samples":
                 # Only the note of the newest check: the record itself may have gigabytes.
-                return samples_shown(self._job_dir, facts["samples_folder"]) | {"step": facts["step"]}
+                return samples_shown(self._job_dir, status["samples_folder"]) | {"step": status["step"]}
             case "lines":
-                return views.lines(story)
+                return views.lines(timeline)
             case _:
                 raise PageRefused(f"no panel {name!r}", 404)
 
     async def _look(self, whole: bool = True) -> None:
-        """Takes in what the ledger has, and the facts of this moment; one look for all who ask at once.
+        """Takes in what the ledger has, and the status at this moment; one look for all who ask at once.
 
-        whole: waits until the story has all of the ledger. The first look at a long one takes seconds, and a person who asks
+        whole: waits until the timeline has all of the ledger. The first look at a long one takes seconds, and a person who asks
         whether it trains need not wait for that.
         """
         if whole or (self._filling is not None and self._filling.done()):
@@ -277,26 +283,26 @@ class PageSource:
             # What fails here fails again for whoever needs the whole of it, and is told there.
             self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())
         loop = asyncio.get_running_loop()
-        # One after the other: the second who asks finds the facts that the first has made.
+        # One after the other: the second who asks finds the status that the first has made.
         async with self._looking:
-            if loop.time() - self._facts_at < EVERY_S and not self._news.over:
+            if loop.time() - self._status_at < EVERY_S and not self._news.over:
                 return
-            # Asked for by itself the first time, so that `now` need not wait until the story is read.
+            # Asked for by itself the first time, so that `now` need not wait until the timeline is read.
             if self._recent is None:
                 self._recent = await self._read(_recent_steps)
             recent = self._recent
-            facts = job_view.page_facts(self._state, self._index, self._clock(), recent)
-            facts |= {
+            status = job_view.page_status(self._state, self._index, self._clock(), recent)
+            status |= {
                 "ledger_trouble": self._trouble(),
                 "live": self._live,
                 "simulated": self._simulated(),
             }
             if not self._live:
-                facts["phase"], facts["outcome"] = job_view.how_left(self._state)
+                status["phase"], status["outcome"] = job_view.how_left(self._state)
             # A new dict each time, never one that is changed: a stream knows by identity
             # which moment it has shown.
-            self._now = views.now(facts, self._story)
-            self._facts, self._facts_at = facts, loop.time()
+            self._now = views.now(status, self._timeline)
+            self._status, self._status_at = status, loop.time()
 
     async def _take_in(self) -> None:
         loop = asyncio.get_running_loop()
@@ -310,8 +316,8 @@ class PageSource:
 
     def _piece(self, store: Store) -> bool:
         """On the reading thread; whether there is more."""
-        more = _take_in(store, self._story, self._frames)
-        # Only with the last piece: between two pieces the story is older than the newest steps.
+        more = _take_in(store, self._timeline, self._frames)
+        # Only with the last piece: between two pieces the timeline is older than the newest steps.
         if not more:
             self._recent = _recent_steps(store)
         return more
@@ -324,9 +330,9 @@ class PageSource:
         yield b"retry: 500\n\n"
         await self._look()
         # Another start of the job has another ledger, whose numbers begin again.
-        if after > self._story.seq or (ledger and ledger != self._story.began_utc):
-            yield frame("reset", b"{}", self._story.seq)
-            after = self._story.seq
+        if after > self._timeline.seq or (ledger and ledger != self._timeline.began_utc):
+            yield frame("reset", b"{}", self._timeline.seq)
+            after = self._timeline.seq
         shown: dict[str, Any] = {}
         while True:
             if batch := await self._after(after):
@@ -335,7 +341,7 @@ class PageSource:
                 yield b"".join(sent for _, sent in batch)
                 after = batch[-1][0]
             # One batch at a time: what else waits for the thread gets its turn in between.
-            if after < self._story.seq:
+            if after < self._timeline.seq:
                 continue
             current = self._now
             if shown is not current:
@@ -365,7 +371,7 @@ class PageSource:
         # Only if there is no gap between what the viewer has and what is kept. Else entries would be missing.
         if self._frames and self._frames[0][0] <= after + 1:
             return [x for x in self._frames if x[0] > after][:BATCH]
-        if after >= self._story.seq:
+        if after >= self._timeline.seq:
             return []
         return await self._read(lambda store: _frames_after(store, after, BATCH))
 
@@ -379,11 +385,11 @@ class PageSource:
 # ------------------------------------------------------------ on the thread that reads
 
 
-def _take_in(store: Store, told: Story, frames: Any) -> bool:
-    """Takes in what the ledger has and the story lacks; whether there is more. frames: gets each entry as it is sent."""
-    rows = store.raw_entries(told.seq, ENTRIES_AT_ONCE)
+def _take_in(store: Store, timeline: JobTimeline, frames: Any) -> bool:
+    """Takes in what the ledger has and the timeline lacks; whether there is more. frames: gets each entry as it is sent."""
+    rows = store.raw_entries(timeline.seq, ENTRIES_AT_ONCE)
     for seq, t_s, utc, kind, text in rows:
-        told.add(seq, t_s, utc, kind, text)
+        timeline.add(seq, t_s, utc, kind, text)
         # Kept as bytes: an entry is encoded once, however many viewers get it.
         frames.append((seq, _event_frame(seq, t_s, utc, kind)))
     return len(rows) == ENTRIES_AT_ONCE
@@ -426,11 +432,11 @@ def _began_utc_s(first: tuple[int, float, str, str, str]) -> float | None:
         return None
 
 
-def _take_older(store: Store, told: Story, until: int) -> bool:
-    """Takes a piece of the ledger into a story of old incidents; whether there is more up to the entry `until`."""
-    rows = [row for row in store.raw_entries(told.seq, ENTRIES_AT_ONCE) if row[0] <= until]
+def _take_older(store: Store, timeline: JobTimeline, until: int) -> bool:
+    """Takes a piece of the ledger into a timeline of old incidents; whether there is more up to the entry `until`."""
+    rows = [row for row in store.raw_entries(timeline.seq, ENTRIES_AT_ONCE) if row[0] <= until]
     for row in rows:
-        told.add(*row)
+        timeline.add(*row)
     return len(rows) == ENTRIES_AT_ONCE
 
 
@@ -459,29 +465,31 @@ def _around(store: Store, incident: Mapping[str, Any]) -> list[LedgerEntry]:
     return store.entries(max(0, incident["seqs"][0] - AROUND // 4), AROUND)
 
 
-def _incident_told(store: Store, told: Story, known: Mapping[str, Any]) -> dict[str, Any]:
-    """One incident: its facts, its story in lines, what health rules found of it or before it on its node, and the incidents
+def _incident_told(store: Store, timeline: JobTimeline, known: Mapping[str, Any]) -> dict[str, Any]:
+    """One incident: its fields, its report in lines, what health rules found of it or before it on its node, and the incidents
     beside it."""
     number = known["id"]
     around = [msgspec.structs.asdict(e) for e in _around(store, known)]
     entries = [e for e in around if e["seq"] <= known["seqs"][1]]
-    lines = story(number, around)
+    lines = incident_lines(number, around)
     return {
         "incident": {k: v for k, v in known.items() if k != "seqs"},
         "story": [printable(line) for line in lines],
-        "findings": _findings(told, known, entries),
+        "findings": _findings(timeline, known, entries),
         "previous": number - 1 if number > 1 else None,
-        "next": number + 1 if number < told.newest else None,
+        "next": number + 1 if number < timeline.newest else None,
     }
 
 
-def _findings(told: Story, known: Mapping[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _findings(
+    timeline: JobTimeline, known: Mapping[str, Any], entries: list[dict[str, Any]]
+) -> dict[str, Any]:
     """own: findings that belong to an incident, oldest first. before: the newest one on its node before it, of any other
     incident or of none, with `ago_s`; None: there is none that is known of."""
     there = {
         e["seq"]: {"seq": e["seq"], "t_s": e["t_s"], **e["fields"]} for e in entries if e["kind"] == "finding"
     }
-    there |= {f["seq"]: f for f in list(told.findings)}
+    there |= {f["seq"]: f for f in list(timeline.findings)}
     begun_s, node, number = known.get("first_t_s") or 0.0, known.get("node"), known["id"]
     own = [f for _, f in sorted(there.items()) if f.get("incident") == number]
     others = [f for f in there.values() if f.get("incident") != number and node and f.get("node") == node]
@@ -516,9 +524,9 @@ def _output(job_dir: Path, worker: str, log: str, begun_utc_s: float | None, liv
     }
 
 
-def _place_findings(store: Store, told: Story) -> None:
+def _place_findings(store: Store, timeline: JobTimeline) -> None:
     """Gives the newest findings the step at which they were made, `at_step`, for the marks of the curves."""
-    left = [f for f in told.findings if "at_step" not in f and views.marks_curves(f)][-STEPS_SOUGHT:]
+    left = [f for f in timeline.findings if "at_step" not in f and views.marks_curves(f)][-STEPS_SOUGHT:]
     for one in left:
         one["at_step"] = store.step_at(one["t_s"])
 

@@ -65,7 +65,7 @@ class CoordinatorPage:
             raise PageRefused(
                 f"this is the page of the job {state.spec.name}: run `holdfast ui` for others", 404
             )
-        # Made for the first viewer: a job that nobody looks at keeps no story.
+        # Made for the first viewer: a job that nobody looks at keeps no timeline.
         if self._source is None:
             self._source = PageSource(
                 read=self._read,

@@ -416,7 +416,7 @@ def _drop_names(db: sqlite3.Connection, after: Dropped) -> None:
     for seq, nbytes in reversed(old):
         after.unnamed_seq = seq
         if nbytes > NAMES_BYTES:
-            # The rest of the entry stays: what a report and a story tell of a generation is its size.
+            # The rest of the entry stays: what a report and a timeline tell of a generation is its size.
             db.execute(
                 "update events set fields = json_set(fields, '$.workers', json('[]'), '$.unnamed', json('true')) "
                 "where seq = ?",

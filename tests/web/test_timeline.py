@@ -11,20 +11,20 @@ import msgspec
 import pytest
 
 from holdfast.protocol import ledger
-from holdfast.web import story as story_module
+from holdfast.web import timeline as story_module
 from holdfast.web import views
-from holdfast.web.story import STATES, Story, _Members
+from holdfast.web.timeline import STATES, JobTimeline, _Members
 
 
 class Told:
     """A ledger in memory."""
 
     def __init__(self) -> None:
-        self.story, self.seq = Story(), 0
+        self.timeline, self.seq = JobTimeline(), 0
 
     def say(self, t_s: float, kind: str, /, **fields: Any) -> Told:
         self.seq += 1
-        self.story.add(
+        self.timeline.add(
             self.seq,
             t_s,
             f"2026-01-01T00:00:{self.seq % 60:02d}",
@@ -41,16 +41,16 @@ class Told:
         )  # fmt: skip
 
     def incident(self, number: int, t_s: float, stall_s: float = 0.5, **more: Any) -> Told:
-        facts: dict[str, Any] = {
+        status: dict[str, Any] = {
             "id": number, "fault": None, "injected": False, "node": "node1", "ranks": [1], "at_step": int(t_s * 10),
             "t_s": t_s, "detect_s": 0.1, "decide_s": 0.1, "replace_s": None, "join_s": 0.1, "restore_s": 0.1,
             "first_step_s": 0.1, "stall_s": None, "earlier_stalls": 0, "earlier_stall_s": 0.0, "full_strength_s": None,
             "lost_steps": None, "rung": None, "cause": "killed", "cause_kind": "process", "rule": None, "quiet": False,
             "verdict": None, "where": None,
         } | more  # fmt: skip
-        self.say(t_s, "incident-opened", **facts)
+        self.say(t_s, "incident-opened", **status)
         done = {"stall_s": stall_s, "full_strength_s": stall_s, "lost_steps": 0, "rung": "spare"}
-        return self.say(t_s + stall_s, "incident-closed", **(facts | done))
+        return self.say(t_s + stall_s, "incident-closed", **(status | done))
 
 
 GOLDEN = json.loads(
@@ -71,31 +71,31 @@ def test_an_entry_with_other_fields_than_its_kind_has_costs_no_page(kind: str) -
     told = Told().formed(1.0, 1, "node0").incident(1, 2.0)
     for at, fields in enumerate(wrong):
         told.seq += 1
-        told.story.add(
+        told.timeline.add(
             told.seq, 3.0 + at, "2026-01-01T00:00:00", kind, json.dumps(fields, separators=(",", ":"))
         )
         if at % 7 == 0:
-            look_at(told.story)
-    look_at(told.story)
-    assert told.story.worlds[0][0] == 1.0
+            look_at(told.timeline)
+    look_at(told.timeline)
+    assert told.timeline.worlds[0][0] == 1.0
 
 
-def look_at(story: Story) -> None:
+def look_at(timeline: JobTimeline) -> None:
     """Everything that the page shows of it, as it is sent."""
     shown = [
-        views.todo(FACTS, story),
-        views.now(FACTS | {"leave": {"yes": True, "text": ""}}, story),
-        views.tiers(FACTS, story),
-        views.typical(story),
-        views.incidents(story),
-        views.findings(story),
-        views.timeline(story, story.t_s),
-        views.decisions(story),
-        views.lines(story),
-        views.strip(story, story.t_s),
-        views.checkpoints(story, FACTS, list(reversed(story.checkpoints)), {}),
-        views.stall(story),
-        views.marks(story),
+        views.todo(FACTS, timeline),
+        views.now(FACTS | {"leave": {"yes": True, "text": ""}}, timeline),
+        views.tiers(FACTS, timeline),
+        views.typical(timeline),
+        views.incidents(timeline),
+        views.findings(timeline),
+        views.incident_timeline(timeline, timeline.t_s),
+        views.decisions(timeline),
+        views.lines(timeline),
+        views.strip(timeline, timeline.t_s),
+        views.checkpoints(timeline, FACTS, list(reversed(timeline.checkpoints)), {}),
+        views.stall(timeline),
+        views.marks(timeline),
     ]
     msgspec.json.encode(shown)
 
@@ -113,24 +113,24 @@ FACTS: dict[str, Any] = {
 
 def test_an_entry_counts_once() -> None:
     told = Told().incident(1, 5.0)
-    before = dict(told.story.incidents)
-    told.story.add(1, 5.0, "x", "incident-opened", json.dumps({"id": 9}))
-    assert told.story.incidents == before
+    before = dict(told.timeline.incidents)
+    told.timeline.add(1, 5.0, "x", "incident-opened", json.dumps({"id": 9}))
+    assert told.timeline.incidents == before
 
 
 def test_an_incident_is_told_to_its_end() -> None:
     told = Told().say(0.0, "node-joined", node="node1", host="h", slots=1).incident(1, 5.0)
     told.say(6.0, "incident-explained", id=1, node="node1", cause="its disk broke", was="killed")
     told.say(6.5, "incident-joined", id=1, node="node2", cause="also lost")
-    (shown,) = views.incidents(told.story)["incidents"]
+    (shown,) = views.incidents(told.timeline)["incidents"]
     assert (shown["cause"], shown["also"], shown["open"], shown["stall_s"]) == (
         "its disk broke",
         ["also lost"],
         False,
         0.5,
     )
-    assert told.story.incidents[1]["seqs"] == [2, 5]
-    (bar,) = views.timeline(told.story, 10.0)["bars"]
+    assert told.timeline.incidents[1]["seqs"] == [2, 5]
+    (bar,) = views.incident_timeline(told.timeline, 10.0)["bars"]
     assert (bar["t_s"], bar["end_s"], bar["kind"]) == (5.0, 5.5, "process")
     assert [name for name, _ in bar["phases"]] == ["detect", "decide", "join", "restore", "first_step"]
 
@@ -146,7 +146,7 @@ def test_findings_are_told_with_what_their_words_mean() -> None:
     told = (
         Told().say(3.0, "finding", **FOUND).say(4.0, "finding", **FOUND | {"dry_run": True, "rule": "other"})
     )
-    newest, oldest = views.findings(told.story)["findings"]
+    newest, oldest = views.findings(told.timeline)["findings"]
     assert (newest["rule"], newest["dry_run"], oldest["t_s"], oldest["evidence"]) == (
         "other",
         True,
@@ -154,17 +154,17 @@ def test_findings_are_told_with_what_their_words_mean() -> None:
         "a\\x1b[2Jline",
     )
     assert (oldest["severity_what"], oldest["remedy_what"]) == ("may become a fault", "nothing is done")
-    page = views.findings(told.story, before=2, count=1)
+    page = views.findings(told.timeline, before=2, count=1)
     assert ([f["rule"] for f in page["findings"]], page["more"], page["older"]) == (
         ["row-remapping"],
         False,
         False,
     )
     # Curves are marked where the step is known, and not for a rule on trial.
-    assert views.marks(told.story) == []
-    for finding in told.story.findings:
+    assert views.marks(told.timeline) == []
+    for finding in told.timeline.findings:
         finding["at_step"] = 30
-    (mark,) = views.marks(told.story)
+    (mark,) = views.marks(told.timeline)
     assert (mark["step"], mark["what"], mark["text"]) == (30, "finding", "node1 row-remapping: a\\x1b[2Jline")
 
 
@@ -174,24 +174,24 @@ def test_a_story_keeps_the_newest_incidents_and_counts_the_others() -> None:
     told.say(0.6, "incident-opened", id=2, t_s=0.6, cause="still open", cause_kind="process", quiet=False)
     for number in range(3, many + 1):
         told.incident(number, float(number), quiet=number % 2 == 0)
-    story = told.story
-    assert len(story.incidents) == story_module.INCIDENTS_KEPT
-    assert (story.newest, story.forgotten) == (many, 300)
+    timeline = told.timeline
+    assert len(timeline.incidents) == story_module.INCIDENTS_KEPT
+    assert (timeline.newest, timeline.forgotten) == (many, 300)
     # One that is open has more to come.
-    assert 2 in story.incidents
-    assert 3 not in story.incidents
-    assert story.forgotten_failures == 1 + sum(n % 2 for n in range(3, 302))
-    listed = views.incidents(story, count=50)
+    assert 2 in timeline.incidents
+    assert 3 not in timeline.incidents
+    assert timeline.forgotten_failures == 1 + sum(n % 2 for n in range(3, 302))
+    listed = views.incidents(timeline, count=50)
     assert (listed["all"], listed["more"]) == (many, True)
-    assert views.timeline(story, float(many))["older"] == 300
+    assert views.incident_timeline(timeline, float(many))["older"] == 300
     # A late word of one that was let go changes nothing.
     told.say(9_999.0, "incident-explained", id=5, node="n", cause="late", was="x")
     told.say(9_999.0, "incident-settled", id=5, t_s=5.0, cause="late", quiet=True)
-    assert (len(story.incidents), story.forgotten) == (story_module.INCIDENTS_KEPT, 300)
+    assert (len(timeline.incidents), timeline.forgotten) == (story_module.INCIDENTS_KEPT, 300)
     # Where the ledger tells of an old one.
-    assert views.wanted(story, 60, 50) == list(range(10, 60))
-    assert 0 <= story.before(10).seq < 2 * 10
-    assert len(story.bookmarks) <= story_module.BOOKMARKS_KEPT
+    assert views.wanted(timeline, 60, 50) == list(range(10, 60))
+    assert 0 <= timeline.before(10).seq < 2 * 10
+    assert len(timeline.bookmarks) <= story_module.BOOKMARKS_KEPT
 
 
 def test_bookmarks_have_a_bound_however_many_incidents_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,9 @@ def test_bookmarks_have_a_bound_however_many_incidents_there_were(monkeypatch: p
     told = Told()
     for number in range(1, 2_001):
         told.incident(number, float(number))
-    assert len(told.story.bookmarks) <= 8
+    assert len(told.timeline.bookmarks) <= 8
     for number in (1, 700, 2_000):
-        assert told.story.before(number).seq < 2 * number - 1
+        assert told.timeline.before(number).seq < 2 * number - 1
 
 
 def test_a_large_loss_is_something_to_do() -> None:
@@ -209,8 +209,8 @@ def test_a_large_loss_is_something_to_do() -> None:
         "wall_s": 7200.0,
         "classes": {"productive": 4000.0, "idle_division": 2304.0, "data_wait": 896.0},
     }
-    facts = FACTS | {"goodput": goodput}
-    idle, wait = views.todo(facts, Story())
+    status = FACTS | {"goodput": goodput}
+    idle, wait = views.todo(status, JobTimeline())
     assert idle["text"].startswith(
         "idle division takes 32.0% of 2 h 00 min: workers wait in each step, because 6 micro-batches"
     )
@@ -219,11 +219,11 @@ def test_a_large_loss_is_something_to_do() -> None:
     assert "workers=N" in wait["text"]
     # Of a job of many hours the last one counts: what was mended is no more to be done.
     mended = goodput | {"recent": {"wall_s": 3600.0, "classes": {"productive": 3600.0}}}
-    assert views.todo(FACTS | {"goodput": mended}, Story()) == []
+    assert views.todo(FACTS | {"goodput": mended}, JobTimeline()) == []
     # Of one that is over nothing is to be done now, and where the time went says what to set for the next start.
-    ended = facts | {"phase": "ended", "outcome": "finished", "leave": None}
-    assert views.todo(ended, Story()) == []
-    assert [x["class"] for x in views.now(ended, Story())["goodput"]["losses"]] == [
+    ended = status | {"phase": "ended", "outcome": "finished", "leave": None}
+    assert views.todo(ended, JobTimeline()) == []
+    assert [x["class"] for x in views.now(ended, JobTimeline())["goodput"]["losses"]] == [
         "idle_division",
         "data_wait",
     ]
@@ -235,7 +235,7 @@ def test_what_a_node_did() -> None:
         told.say(0.0, "node-joined", node=node, host="h", slots=1)
     told.formed(1.0, 1, "a", "b").say(5.0, "node-lost", node="b", cause="gone").formed(6.0, 2, "a", "c")
     told.say(8.0, "node-held", node="c", reason="checked").formed(9.0, 3, "a")
-    states = {node: [STATES[s] for _, s in runs] for node, runs in told.story.runs.items()}
+    states = {node: [STATES[s] for _, s in runs] for node, runs in told.timeline.runs.items()}
     assert states == {
         "a": ["waits", "trains"],
         "b": ["waits", "trains", "lost"],
@@ -269,7 +269,7 @@ def test_the_strip_has_the_worst_first_and_folds_the_rest() -> None:
         3, 9.0, node="n9"
     )
     told.say(9.0, "node-lost", node="n9", cause="gone")
-    strip = views.strip(told.story, 20.0)
+    strip = views.strip(told.timeline, 20.0)
     assert [(row[0], row[1]) for row in strip["rows"]] == [("n7", 2), ("n9", 1)]
     assert (strip["plain"], strip["hidden"], len(strip["stops"])) == (198, 0, 3)
 
@@ -278,13 +278,13 @@ def test_thousands_of_incidents_are_a_few_hundred_bars_and_none_is_left_out() ->
     told = Told()
     for number in range(1, 2_001):
         told.incident(number, float(number), stall_s=1.0 + number % 7)
-    bars = views.timeline(told.story, 2_010.0)["bars"]
+    bars = views.incident_timeline(told.timeline, 2_010.0)["bars"]
     assert len(bars) <= 2 * views.BARS
     assert sum(b["n"] for b in bars) == 2_000
-    assert len(views.marks(told.story)) <= views.MARKS
-    page = views.incidents(told.story, count=50)
+    assert len(views.marks(told.timeline)) <= views.MARKS
+    page = views.incidents(told.timeline, count=50)
     assert (page["incidents"][0]["id"], page["more"], page["all"]) == (2_000, True, 2_000)
-    assert views.incidents(told.story, before=51, count=50)["incidents"][0]["id"] == 50
+    assert views.incidents(told.timeline, before=51, count=50)["incidents"][0]["id"] == 50
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ TIER = {"url": "/t", "step": 4, "age_s": 9.0, "failing": False, "slow": False, "
     ],
 )
 def test_a_person_is_told_what_to_do(changes: dict[str, Any], urgent: bool, words: str) -> None:
-    assert views.todo(FACTS, Story()) == []
-    (one,) = views.todo(FACTS | changes, Story())
+    assert views.todo(FACTS, JobTimeline()) == []
+    (one,) = views.todo(FACTS | changes, JobTimeline())
     assert one["urgent"] is urgent
     assert words in one["text"]
 
@@ -342,11 +342,11 @@ def test_an_empty_list_says_so() -> None:
 
 def test_what_would_be_lost() -> None:
     snapshot = {"step": 9, "nodes": 1, "nbytes": 5, "age_s": 1.0}
-    memory, tier = views.tiers(FACTS | {"saving": {"snapshot": snapshot, "tiers": [TIER]}}, Story())
+    memory, tier = views.tiers(FACTS | {"saving": {"snapshot": snapshot, "tiers": [TIER]}}, JobTimeline())
     assert (memory["state"], memory["lag_steps"], memory["lag_s"]) == ("one copy", 1, 0.5)
     assert (tier["state"], tier["lag_steps"], tier["copies"]) == ("good", 6, None)
     unknown = views.tiers(
-        FACTS | {"saving": {"snapshot": None, "tiers": [TIER | {"step": None, "age_s": None}]}}, Story()
+        FACTS | {"saving": {"snapshot": None, "tiers": [TIER | {"step": None, "age_s": None}]}}, JobTimeline()
     )[0]
     assert (unknown["state"], unknown["lag_steps"]) == ("nothing yet", None)
 
@@ -357,7 +357,7 @@ def test_of_a_job_that_has_ended_the_last_save_counts_and_no_memory() -> None:
     snapshot = {"step": 9, "nodes": 2, "nbytes": 5, "age_s": 1.0}
     tiers = [TIER, TIER | {"url": "/other"}]
     ended = FACTS | {"phase": "ended", "saving": {"snapshot": snapshot, "tiers": tiers}}
-    here, other = views.tiers(ended, told.story)
+    here, other = views.tiers(ended, told.timeline)
     assert (here["name"], here["step"], here["age_s"], here["lag_steps"]) == ("/t", 10, 2.0, 0)
     assert (other["step"], other["lag_steps"]) == (4, 6)
 
@@ -382,6 +382,6 @@ def test_ranks_are_chosen_by_words() -> None:
 
 def test_nodes_of_a_job_that_begins_are_on_their_way() -> None:
     begins = FACTS | {"phase": "gathering", "ready": 0, "generation": 0, "spares": 0, "t_s": 5.0}
-    assert views.todo(begins, Story()) == []
+    assert views.todo(begins, JobTimeline()) == []
     # Not for ever: then somebody has to look.
-    assert views.todo(begins | {"t_s": views.BEGINS_S}, Story())[0]["urgent"] is True
+    assert views.todo(begins | {"t_s": views.BEGINS_S}, JobTimeline())[0]["urgent"] is True

@@ -1,6 +1,6 @@
 """A job's ledger as the page tells it, taken in entry by entry: incidents, decisions, what each node did, checkpoints.
 
-Pure. Whoever has a story reads on from `seq`, so a look costs what has happened since the last one, and not the length of
+Pure. Whoever has a timeline reads on from `seq`, so a look costs what has happened since the last one, and not the length of
 the ledger. All lists are bounded. Of incidents that were let go, `bookmarks` say where the ledger tells of them.
 """
 
@@ -88,7 +88,7 @@ _UNNAMED = '"unnamed":true'
 _fields: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
-class Story:
+class JobTimeline:
     """What the page shows of a ledger. `add` takes entries in their order, each once."""
 
     def __init__(self, kept: int | None = None) -> None:
@@ -153,7 +153,7 @@ class Story:
         try:
             fields = decode(_fields.decode, text, kind)
         except Damaged:
-            return  # of a damaged row the story says nothing, and of all others what they say
+            return  # of a damaged row the timeline says nothing, and of all others what they say
         if not _fits(kind, fields):
             return
         if kind in FACTS:
@@ -218,10 +218,10 @@ class Story:
                 self.forgotten_failures += not one.get("quiet")
                 self.forgotten_went_back += not one.get("quiet") and bool(one.get("lost_steps"))
 
-    def before(self, number: int) -> Story:
-        """A story that begins where the ledger tells of this incident at the latest. What is taken in from there is of its part
+    def before(self, number: int) -> JobTimeline:
+        """A timeline that begins where the ledger tells of this incident at the latest. What is taken in from there is of its part
         of the ledger, so it has no bound of its own."""
-        found = Story(kept=self.newest)
+        found = JobTimeline(kept=self.newest)
         _, seq = max((one for one in self.bookmarks if one[0] <= number), default=(0, 1))
         found.seq = seq - 1
         return found
