@@ -134,7 +134,9 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# Figures of the sources: length of functions, comments, circles of imports, words of the README.
+# Figures of the sources: code lines, modules, circles of imports, files and forms on five walks, words of the README. Beside
+# other trees, as a table: python tests/structure/figures.py src/holdfast ANOTHER/package ... (an older commit's, by
+# `git worktree add`, or another project's, as `pip download --no-deps` and unzipping gives it).
 figures: setup
 	$(BIN)/python tests/structure/figures.py
 

@@ -61,9 +61,9 @@ def _within(module: Module, names: Collection[str]) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module.path}:{node.lineno}: the project imports by full names"
-            inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            targets = [one if one in names else node.module or "" for one in inside]
+            source = _source(module, node)
+            inside = [f"{source}.{alias.name}" for alias in node.names]
+            targets = [one if one in names else source for one in inside]
         else:
             targets = []
         for target in sorted(set(targets) & set(names)):
@@ -75,6 +75,15 @@ def _within(module: Module, names: Collection[str]) -> Iterator[Import]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and kind == LOADED:
             kind = CALLED
         stack += [(child, kind) for child in ast.iter_child_nodes(node)]
+
+
+def _source(module: Module, node: ast.ImportFrom) -> str:
+    """What is imported from, by its full name. This project writes it; others begin with dots."""
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    up = node.level - (module.path.name == "__init__.py")
+    return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
 
 
 def package_of(module: str, depth: int = 2) -> str:

@@ -1,5 +1,6 @@
 """The figures of the sources: circles are found where they are, and counted by what runs the import."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -77,6 +78,41 @@ def test_the_report_counts_a_small_tree(tmp_path: Path) -> None:
     assert shown["function length p90 / p99"] == "2 / 2"
     assert shown["README words / mean sentence"] == "13 / 4"
     assert shown["docs words / mean sentence"] == "10 / 3.3, at most 4.0 (long.md)"
+
+
+def test_several_trees_are_columns_of_one_table(tmp_path: Path) -> None:
+    tree(
+        tmp_path / "new", a="import os\n", b="from . import a\nfrom .a import os\nfrom house import c\n", c=""
+    )
+    tree(tmp_path / "old", a="def f():\n    pass\n", tests__test_a="x = 1\n" * 9, a_test="x = 1\n")
+    (tmp_path / "new" / "pyproject.toml").touch()
+    (tmp_path / "new" / "README.md").write_text("One two three.\n")
+    packages = [tmp_path / "new" / "house", tmp_path / "old" / "house"]
+    assert {(one.importer, one.imported) for one in imports_of(modules_of(packages[0]))} == {
+        ("house.b", "house.a"),
+        ("house.b", "house.c"),
+    }
+    shown = list(figures.table(packages))
+    assert shown[0] == f"house 2: {packages[1]}"
+    rows = {line[: figures.LABEL].strip(): line[figures.LABEL :].split() for line in shown[2:]}
+    assert shown[1].split() == ["house", "house", "2"]
+    assert rows["code lines"] == ["4", "2"]
+    assert rows["modules"] == ["4", "3"]  # with those of the packages themselves; tests are left out
+    assert rows["README words"] == ["3", "-"]
+    many = list(figures.table(packages * 5))
+    assert max(map(len, (line for line in many if not line.startswith("house")))) <= figures.WIDTH
+    assert sum(line.startswith("code lines") for line in many) == 2
+
+
+def test_this_project_imports_by_full_names() -> None:
+    """A name that is looked for is found wherever it stands."""
+    dotted = [
+        f"{module.name}:{node.lineno}"
+        for module in modules_of(ROOT / "src" / "holdfast")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert dotted == []
 
 
 ROOT = Path(__file__).parents[2]
