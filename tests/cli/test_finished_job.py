@@ -45,7 +45,7 @@ def write_job(name, outcome="finished"):
     store.save(state)
     store.commit()
     if outcome:
-        report = build_report(state, store.summary(), 14.0) | {"blame": None}
+        report = build_report(state, store.summary(), 14.0)
         (folder.path / "report.json").write_bytes(msgspec.json.encode(report))
     store.close()
     folder.close()

@@ -97,6 +97,7 @@ def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
 
 def test_a_rate_that_is_not_known_is_left_out_and_said(holdfast, home):
     short = {
+        "job": "short",
         "world": {"history": [[0.0, 2]]},
         "goodput": {"wall_s": 4.0},
         "steps": {"median_s": 2.5},

@@ -11,6 +11,7 @@ from holdfast.engines.run_options import FailureOptions, NodeOptions, RunOptions
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Saving
+from reports import report_of
 
 
 @pytest.mark.parametrize(("text", "both"), [("4", (4, 4)), ("2:4", (2, 4)), ("1:1", (1, 1))])
@@ -104,4 +105,4 @@ def test_srun_around_the_command_is_refused(holdfast, monkeypatch, tmp_path):
     ],
 )
 def test_exit_codes(report, code):
-    assert exit_code(report) == code
+    assert exit_code(report_of(report)) == code

@@ -151,7 +151,7 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
     assert page["goodput"]["share"] == status.goodput.share
     assert page["weight_per_s"] == pytest.approx(6 * rate, rel=1e-4)
     report = build_report(desk.state, StepSummary(count=201, median_s=STEP_S), desk.now)
-    assert (report["pace"], report["goodput"]) == (paced, msgspec.to_builtins(status.goodput))
+    assert (msgspec.to_builtins(report.pace), report.goodput) == (paced, status.goodput)
     words = f"{rate:.2f} steps/s"
     for line in (headline(status).plain, progress_line(desk.state.spec, status)):
         for part in (words, f"{left_s:.1f} s left", "loss 2.191e-14"):

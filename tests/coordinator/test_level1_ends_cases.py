@@ -11,6 +11,7 @@ from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import Capacity, EngineTraits
 from holdfast.protocol.job import Durable
+from holdfast.protocol.job_report import InMemory, SnapshotCounts
 from holdfast.protocol.snapshots import DurableTier, Lack, Saving
 
 FAR = "s3://bucket/run"
@@ -166,14 +167,14 @@ def test_what_no_tier_takes_stays_in_memory_and_it_is_said():
     assert {r["url"] for r in desk.records("tier-failed")} == {TIER.url, FAR}
     assert desk.records("only-in-memory") == [{"step": 5, "kept": True, "saved": None}]
     report = build_report(desk.state, StepSummary(), desk.now)
-    assert [report["in_memory"], report["unsaved"]] == [{"step": 5}, 5]
+    assert [report.in_memory, report.unsaved] == [InMemory(step=5), 5]
 
 
 def test_where_nodes_are_others_after_the_job_it_is_said_that_it_is_lost():
     desk = refused(EngineTraits(keeps_nodes=False))
     assert {s.keeps for _, s in desk.sent(m.Shutdown)} == {False}
     assert desk.records("only-in-memory") == [{"step": 5, "kept": False, "saved": None}]
-    assert build_report(desk.state, StepSummary(), desk.now)["in_memory"] is None
+    assert build_report(desk.state, StepSummary(), desk.now).in_memory is None
 
 
 def test_stopped_before_all_nodes_have_said_what_they_hold_the_memory_stays():
@@ -203,7 +204,7 @@ def test_a_last_state_that_no_rank_could_keep_is_said():
     desk.stores(tier=FAR)
     assert ended(desk) == "finished"
     assert desk.records("last-not-saved") == [{"step": 12, "saved": 5}]
-    assert build_report(desk.state, StepSummary(), desk.now)["unsaved"] == 12
+    assert build_report(desk.state, StepSummary(), desk.now).unsaved == 12
 
 
 def test_a_last_state_that_is_in_a_tier_is_saved():
@@ -213,7 +214,7 @@ def test_a_last_state_that_is_in_a_tier_is_saved():
     desk.stores()
     desk.stores("no answer", tier=FAR)
     assert ended(desk) == "finished"
-    assert build_report(desk.state, StepSummary(), desk.now)["unsaved"] is None
+    assert build_report(desk.state, StepSummary(), desk.now).unsaved is None
 
 
 def test_a_script_that_is_stopped_may_have_given_more_than_was_due():
@@ -224,7 +225,7 @@ def test_a_script_that_is_stopped_may_have_given_more_than_was_due():
     desk.stores()
     desk.stores(tier=FAR)
     assert ended(desk) == "stopped"
-    assert build_report(desk.state, StepSummary(), desk.now)["unsaved"] is None
+    assert build_report(desk.state, StepSummary(), desk.now).unsaved is None
 
 
 def test_that_a_script_saves_faster_than_can_be_kept_is_said_once_and_counted():
@@ -234,7 +235,9 @@ def test_that_a_script_saves_faster_than_can_be_kept_is_said_once_and_counted():
         late = copy_of(step + 10, 1, 0, 2, "a").key
         desk.do(e.NodeSays("n0", m.SnapshotRejected(late, "still being copied", Lack.SLOT, paced=True)))
     assert [r["step"] for r in desk.records("snapshot-skipped")] == [13]
-    assert build_report(desk.state, StepSummary(), desk.now)["snapshots"] == {"complete": 4, "skipped": 4}
+    assert build_report(desk.state, StepSummary(), desk.now).snapshots == SnapshotCounts(
+        complete=4, skipped=4
+    )
 
 
 @pytest.mark.parametrize("quicker", [0, 1])

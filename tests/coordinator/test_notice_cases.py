@@ -234,7 +234,7 @@ def test_the_end_of_a_job_has_its_cause_as_a_value_whatever_the_words_are(event,
     for worker in desk.workers():
         desk.exits(worker, 0)
     assert desk.state.membership.phase is JobPhase.ENDED
-    assert build_report(desk.state, StepSummary(), desk.now)["cause"] == cause
+    assert build_report(desk.state, StepSummary(), desk.now).cause == cause
     assert [ended["cause"] for ended in desk.records("ended")] == [cause]
 
 

@@ -16,7 +16,7 @@ FROM_THE_LEDGER = "median_s", "skipped"
 
 def steps(desk: Desk) -> tuple[int | None, int | None, int | None]:
     """Committed, lost, computed: as report, status and metrics agree on them."""
-    told = build_report(desk.state, StepSummary(), desk.now)["steps"]
+    told = msgspec.structs.asdict(build_report(desk.state, StepSummary(), desk.now).steps)
     shown = msgspec.structs.asdict(build_status(desk.state, desk.now).steps)
     assert shown == {k: v for k, v in told.items() if k not in FROM_THE_LEDGER}
     text = metrics_text(desk.state, Tally(), desk.now).decode()

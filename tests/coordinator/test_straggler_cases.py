@@ -81,7 +81,7 @@ def test_a_slow_rank_is_written_down_with_figures():
     train(desk, 20, {}, first=100)
     assert findings(desk)[-1]["condition"] == "healthy"
     assert build_status(desk.state, desk.now).slow == []
-    assert build_report(desk.state, StepSummary(), desk.now)["slow"][0]["until_step"] is not None
+    assert build_report(desk.state, StepSummary(), desk.now).slow[0].until_step is not None
 
 
 def test_that_a_rank_was_slow_does_not_explain_its_end():

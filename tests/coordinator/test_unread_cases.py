@@ -104,7 +104,7 @@ def test_without_another_one_the_job_stops_and_begins_nothing_anew():
 
 def test_the_report_says_why_an_older_one_was_taken():
     desk = started(OLD, passed_over=("step-9/manifest.json was changed",))
-    assert build_report(desk.state, StepSummary(), desk.now)["unread"] == ["step-9/manifest.json was changed"]
+    assert build_report(desk.state, StepSummary(), desk.now).unread == ["step-9/manifest.json was changed"]
 
 
 def test_checkpoints_of_which_none_is_whole_stop_the_job_before_it_trains():

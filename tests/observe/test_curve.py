@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.observe.curve import draw_curve
+from reports import incident_of
 
 STEPS = [(i, 5.0 + 0.2 * i, 1.8 + 3 * math.exp(-i / 40)) for i in range(150)]
 PNG = b"\x89PNG"
@@ -19,7 +20,9 @@ def matplotlib():
 
 @pytest.mark.parametrize("count", [0, 1, 10, 30])
 def test_it_draws_any_number_of_incidents(tmp_path, incident, count):
-    incidents = [incident | {"id": i + 1, "t_s": 6.0 + i, "at_step": 5 * i} for i in range(count)]
+    incidents = [
+        incident_of(incident | {"id": i + 1, "t_s": 6.0 + i, "at_step": 5 * i}) for i in range(count)
+    ]
     draw_curve(STEPS, incidents, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
 
@@ -32,8 +35,8 @@ def test_it_draws_a_second_curve_and_unknown_times(tmp_path, incident):
         "full_strength_s": None,
         "fault": None,
     }
-    draw_curve(STEPS, [incident, unknown | {"id": 2}], tmp_path / "a.png", STEPS)
-    draw_curve(STEPS, [incident, unknown | {"id": 2}], tmp_path / "b.png")
+    draw_curve(STEPS, [incident_of(incident), incident_of(unknown | {"id": 2})], tmp_path / "a.png", STEPS)
+    draw_curve(STEPS, [incident_of(incident), incident_of(unknown | {"id": 2})], tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from holdfast.observe.dashboard import board
 from holdfast.observe.tables import print_report
 from holdfast.protocol.job_view import JobView
+from reports import report_of
 
 
 def view(status):
@@ -32,7 +33,7 @@ def test_the_board_has_a_line(status):
 
 def test_the_report_has_a_table_of_100_columns(report):
     text = io.StringIO()
-    print_report(report | {"slow": [SLOW]}, Path("/jobs/demo"), text)
+    print_report(report_of(report | {"slow": [SLOW]}), Path("/jobs/demo"), text)
     lines = text.getvalue().splitlines()
     row = next(line for line in lines if "the forward pass" in line)
     assert row.split() == [
@@ -56,5 +57,5 @@ def test_the_report_has_a_table_of_100_columns(report):
 def test_an_incident_tells_where_all_ranks_stood(report, incident):
     where = "61 ranks in all_reduce, 2 in a data loader (ranks 17, 40)"
     text = io.StringIO()
-    print_report(report | {"incidents": [incident | {"where": where}]}, Path("/jobs/demo"), text)
+    print_report(report_of(report | {"incidents": [incident | {"where": where}]}), Path("/jobs/demo"), text)
     assert "61 ranks in all_reduce" in text.getvalue()

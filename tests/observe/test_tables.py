@@ -7,13 +7,15 @@ import pytest
 
 from holdfast.observe.tables import advice, print_report
 from holdfast.protocol.causes import KilledForMemory
+from holdfast.protocol.job_view import BlameView
+from reports import report_of
 
 FOLDER = Path("/somewhere/jobs/demo")
 
 
 def shown(report, folder=FOLDER):
     stream = io.StringIO()
-    print_report(report, folder, stream)
+    print_report(report_of(report), folder, stream)
     return stream.getvalue()
 
 
@@ -76,7 +78,7 @@ def test_a_large_loss_comes_with_what_makes_it_smaller(report):
 
 
 def test_unknown_is_a_dash_never_zero(report, incident):
-    nothing = dict.fromkeys(incident) | {"id": 1, "cause": "lost", "ranks": [], "injected": False}
+    nothing = {"id": 1, "cause": "lost"}
     text = shown(
         report
         | {
@@ -234,7 +236,7 @@ def test_long_lines_of_code_are_not_broken(failed):
     ],
 )
 def test_advice(reason, cause, words):
-    assert words in advice(reason, {"cause": cause})
+    assert words in advice(reason, BlameView(cause=cause or ""))
 
 
 SAVED = {"step": 50, "url": "/data/run"}

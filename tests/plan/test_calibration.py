@@ -4,15 +4,17 @@ from holdfast.errors import UsageError
 from holdfast.tools.plan.calibration import PastRun, calibrate, fields, why_no_rate
 from holdfast.tools.plan.candidates import candidates
 from holdfast.tools.plan.inputs import read
+from reports import report_of
 
 
-def report(incidents, hours=100.0, world=16):
-    return {
+def report(incidents, hours=100.0, world=16, **more):
+    told = {
         "world": {"history": [[0.0, world]]},
         "goodput": {"wall_s": hours * 3600},
         "steps": {"median_s": 2.5},
         "incidents": incidents,
     }
+    return report_of(told | more)
 
 
 def incident(kind="node", injected=False, **times):
@@ -65,19 +67,19 @@ def test_what_the_wall_time_went_into():
     told = {"classes": {"start": 10.0, "productive": 80.0, "restart": 10.0}, "productive_s": 80.0}
     more = {"classes": {"start": 20.0, "productive": 280.0}, "productive_s": 280.0}
     runs = [
-        report([]) | {"goodput": {"wall_s": 100.0} | told},
-        report([]) | {"goodput": {"wall_s": 300.0} | more},
+        report([], goodput={"wall_s": 100.0} | told),
+        report([], goodput={"wall_s": 300.0} | more),
     ]
     of_before = report([])  # an older version's, without classes
     found = calibrate([PastRun(r) for r in (*runs, of_before)])
     assert found.spent_s == {"start": 30.0, "productive": 360.0, "restart": 10.0}
     assert found.goodput == pytest.approx(0.9)
     untold = {"wall_s": 50.0, "classes": {"computed": 50.0}, "productive_s": None}
-    found = calibrate([PastRun(runs[0]), PastRun(report([]) | {"goodput": untold})])
+    found = calibrate([PastRun(runs[0]), PastRun(report([], goodput=untold))])
     assert (found.spent_s["computed"], found.goodput) == (50.0, None)
     assert (calibrate([PastRun(of_before)]).spent_s, calibrate([PastRun(of_before)]).goodput) == ({}, None)
 
 
 def test_nothing_to_learn_from():
     with pytest.raises(UsageError, match="these runs have no duration"):
-        calibrate([PastRun({"incidents": []})])
+        calibrate([PastRun(report_of({}))])

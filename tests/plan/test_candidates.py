@@ -3,6 +3,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.tools.plan import candidates as c
 from holdfast.tools.plan.inputs import from_report, read
+from reports import report_of
 
 LLAMA = {"nodes": 2048, "gpu_hours": "21M", "rate": "0.0161%", "price": 2.5}
 
@@ -87,14 +88,16 @@ def test_failures_that_come_faster_than_any_recovery():
 
 
 def test_times_of_ones_own_report():
-    times = from_report({"job": "x", "incidents": [{"stall_s": 2.0, "detect_s": 0.5, "replace_s": 9.0}]})
+    times = from_report(
+        report_of({"job": "x", "incidents": [{"stall_s": 2.0, "detect_s": 0.5, "replace_s": 9.0}]})
+    )
     assert (times.detect_s, times.peer_s, times.replace_s) == (0.5, 1.5, 9.0)
     assert "medians of 1 incident" in times.source
-    spare = from_report({"incidents": [{"stall_s": 2.0, "replace_s": 0.1, "rung": "spare"}]})
+    spare = from_report(report_of({"incidents": [{"stall_s": 2.0, "replace_s": 0.1, "rung": "spare"}]}))
     assert spare.replace_s == 900
     assert "no node was replaced without a spare" in spare.source
     with pytest.raises(UsageError, match="there is no incident in it that training survived"):
-        from_report({"incidents": []})
+        from_report(report_of({}))
 
 
 def test_tokens_and_throughput():

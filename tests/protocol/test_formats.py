@@ -22,7 +22,7 @@ from filled import filled
 from holdfast.checkpoint import layout, memory
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.store import state_of
-from holdfast.protocol import job_view, ledger, messages
+from holdfast.protocol import job_report, job_view, ledger, messages
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.verified import SamplesChecked, Verified
@@ -44,6 +44,7 @@ FORMATS: dict[str, tuple[int, list[type[msgspec.Struct]]]] = {
     "checkpoint": (layout.FORMAT, [layout.Manifest, layout.Head]),
     "folder": (FOLDER_VERSION, [JobSpec, Resume, Endpoint, Verified, SamplesChecked]),
     "view": (job_view.VERSION, [job_view.JobView, job_view.ViewChange]),
+    "report": (job_report.VERSION, [job_report.JobReport]),
 }
 
 
@@ -83,7 +84,7 @@ def test_states_of_every_version_are_read(path: Path) -> None:
         assert read == filled(CoreState)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "folder", "view"])
+@pytest.mark.parametrize("name", ["checkpoint", "folder", "view", "report"])
 def test_files_of_every_version_are_read(name: str) -> None:
     newest, types = FORMATS[name]
     by_name = {one.__name__: one for one in types}

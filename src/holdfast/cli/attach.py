@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.common import JobName
+
+if TYPE_CHECKING:
+    from holdfast.protocol.job_report import JobReport
 
 
 def attach(
@@ -62,7 +64,7 @@ def attach(
     sys.exit(jobs.exit_code(_look_on(folder, no_ui)))
 
 
-def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
+def _look_on(folder: Path, no_ui: bool) -> JobReport:
     """At a job that another command runs here, or that Slurm runs; returns its report."""
     import asyncio
     import signal
@@ -71,11 +73,12 @@ def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
     from holdfast.engines import jobs
     from holdfast.engines.reach import client_of
     from holdfast.engines.shown import Shown
+    from holdfast.protocol.job_report import JobReport
 
     view = view_of(jobs.read_spec(folder), folder, no_ui)
     shown = Shown(view)
 
-    async def watch() -> dict[str, Any] | None:
+    async def watch() -> JobReport | None:
         watching = asyncio.current_task()
         assert watching is not None
         # Of our own, as every launcher has it: a script that starts this command with `&` has SIGINT ignored, and then
@@ -89,7 +92,8 @@ def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
                     case "status":
                         shown.status(announcement.value)
                     case "ended":
-                        return dict(announcement.value)
+                        ended: JobReport = announcement.value
+                        return ended
         return None
 
     try:
@@ -97,7 +101,7 @@ def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
             ended = asyncio.run(watch())
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write(f"[holdfast] the job {folder.name} continues without this command\n")
-        return {"outcome": jobs.LEFT}
+        return JobReport(job=folder.name, incidents=[], outcome=jobs.LEFT)
     if ended is None:
         sys.stderr.write(f"[holdfast] the job {folder.name} is not running any more\n")
         return _known_end(folder)
@@ -105,12 +109,13 @@ def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
     return ended
 
 
-def _known_end(folder: Path) -> Mapping[str, Any]:
+def _known_end(folder: Path) -> JobReport:
     """The report of a job that does not run; without an outcome where nothing here tells how it ended."""
-    from holdfast.cli.report import read_report
+    from holdfast.cli.report import report_of
     from holdfast.errors import HoldfastError
+    from holdfast.protocol.job_report import JobReport
 
     try:
-        return read_report(folder)
+        return report_of(folder)
     except HoldfastError:
-        return {"outcome": None}
+        return JobReport(job=folder.name, incidents=[])

@@ -126,21 +126,15 @@ def _print_spent(found: Calibration, width: int) -> None:
 
 
 def _read(name: str, per_node: int) -> list[PastRun]:
-    import msgspec
-
     from holdfast.engines import jobs, starts
     from holdfast.errors import UsageError
-    from holdfast.protocol.wire.stored import decode_file
     from holdfast.tools.plan.calibration import PastRun
 
     path = Path(name)
     # A coordinator that took over on another machine has a ledger of its own, job-2.sqlite.
     if path.is_file() and not path.match("job*.sqlite"):
-        what = f"{path} is neither a report (JSON) nor a ledger named job.sqlite"
-        found: object = decode_file(msgspec.json.decode, path, what, error=UsageError)
-        if not isinstance(found, dict) or "incidents" not in found:
-            raise UsageError(f'{path} is not the report of a job: it has no field "incidents"')
-        return [PastRun(found, per_node)]
+        what = f"{path} is not the report of a job (JSON), nor a ledger named job.sqlite"
+        return [PastRun(jobs.read_report(path, what, UsageError), per_node)]
     # A name of a job last. A folder of the same name in the working folder is what a person who typed a
     # path means.
     folder = path.parent if path.is_file() else path if path.is_dir() else jobs.existing(name)
@@ -153,12 +147,12 @@ def _read(name: str, per_node: int) -> list[PastRun]:
 
 def _run(folder: Path, per_node: int) -> PastRun:
     from holdfast.cli.common import ledger
-    from holdfast.cli.report import read_report
+    from holdfast.cli.report import report_of
     from holdfast.tools.plan.calibration import PastRun
 
     with ledger(folder) as store:
         state = store.load()
-    return PastRun(read_report(folder), state.spec.nproc if state else per_node)
+    return PastRun(report_of(folder), state.spec.nproc if state else per_node)
 
 
 def _earlier(folder: Path, per_node: int) -> PastRun | None:

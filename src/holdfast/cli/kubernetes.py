@@ -62,10 +62,11 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
     from holdfast.engines import jobs
     from holdfast.engines.shown import Shown, unread
     from holdfast.kubernetes.commands.follow import Follower
+    from holdfast.protocol.job_report import JobReport
 
     view = view_of(jobs.read_spec(folder), folder, no_ui)
 
-    async def show() -> dict[str, Any]:
+    async def show() -> JobReport:
         ticking = asyncio.create_task(keep_ticking(view))
         try:
             return await Follower(folder, Shown(view)).run()
@@ -74,19 +75,18 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
 
     with view:
         ended = asyncio.run(show())
-    outcome: str | None = ended.get("outcome")
-    if outcome == jobs.LEFT:
+    if ended.outcome == jobs.LEFT:
         return jobs.EXIT_LEFT
     if report is not None:
         write_report(ended, report)
-    if "steps" in ended:  # a coordinator's own report
+    if ended.steps is not None:  # a coordinator's own report
         with unread():
             view.ended(ended)
-    elif outcome not in ("finished", "stopped"):
-        sys.stderr.write(f"[holdfast] the job {folder.name} {outcome}: {ended['reason']}\n")
+    elif ended.outcome not in ("finished", "stopped"):
+        sys.stderr.write(f"[holdfast] the job {folder.name} {ended.outcome}: {ended.reason}\n")
     # `unsaved` of the report is left out: many jobs on Kubernetes have no durable tier, and a script that saved its own model has
     # finished.
-    return jobs.exit_code({"outcome": outcome})
+    return jobs.exit_code(JobReport(job=folder.name, incidents=[], outcome=ended.outcome))
 
 
 def _submit(submission: Submission) -> Path:

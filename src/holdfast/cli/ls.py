@@ -141,14 +141,13 @@ async def _running(folder: Path) -> dict[str, Any]:
 
 
 def _ended(folder: Path) -> dict[str, Any]:
-    from holdfast.cli.report import read_report
+    from holdfast.cli.report import report_of
 
-    report = read_report(folder)
-    pace = report.get("pace") or {}
+    report = report_of(folder)
     return {
-        "state": report["outcome"],
-        "step": report.get("steps", {}).get("committed"),
-        "steps_per_s": pace.get("steps_per_s"),
-        "eta_s": pace.get("eta_s"),
-        "goodput": report["goodput"].get("share"),
+        "state": report.outcome,
+        "step": report.steps.committed if report.steps is not None else None,
+        "steps_per_s": report.pace.steps_per_s if report.pace is not None else None,
+        "eta_s": report.pace.eta_s if report.pace is not None else None,
+        "goodput": report.goodput.share if report.goodput is not None else None,
     }

@@ -14,6 +14,7 @@ from holdfast.protocol.options import given
 from holdfast.tools.plan.options import PlanOptions
 
 if TYPE_CHECKING:
+    from holdfast.protocol.job_report import JobReport
     from holdfast.tools.plan.candidates import Candidate
     from holdfast.tools.plan.inputs import Inputs
 
@@ -143,25 +144,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(k): v for k, v in found.items()}
 
 
-def _report(path: Path | None) -> dict[str, Any] | None:
+def _report(path: Path | None) -> JobReport | None:
     if path is None:
         return None
-    import msgspec
-
+    from holdfast.engines.jobs import read_report
     from holdfast.errors import UsageError
-    from holdfast.protocol.wire.stored import decode_file
 
     try:
-        found: Any = decode_file(
-            msgspec.json.decode, path, f"--report {path} is not the report of a job", error=UsageError
-        )
+        return read_report(path, f"--report {path} is not the report of a job", UsageError)
     except OSError as error:
         raise UsageError(f"--report {path} cannot be read: {error.strerror}") from error
-    # A ledger's or another program's JSON has none. Read as a report it would give times of no incidents,
-    # which are those of the preset, and look measured.
-    if not isinstance(found, dict) or "incidents" not in found:
-        raise UsageError(f'--report {path} is not the report of a job: it has no field "incidents"')
-    return found
 
 
 def _print(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.common import AsJson, JobName, Output, kept_state, ledger, width_of, write_as
+
+if TYPE_CHECKING:
+    from holdfast.protocol.job_report import AllStarts, JobReport
 
 
 def report(
@@ -52,8 +55,11 @@ def report(
     ] = None,
 ) -> None:
     """Prints the report of a job, finished or not."""
+    import msgspec
+
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
+    from holdfast.protocol.job_report import SamplesShown
     from holdfast.protocol.verified import samples_shown
 
     if baseline is not None and curve is None:
@@ -64,11 +70,9 @@ def report(
             "them"
         )
     folder = jobs.existing(job)
-    shown = read_report(folder)
-    shown |= {
-        "all_starts": _all_starts(folder),
-        "samples": samples_shown(folder, shown.get("samples_folder")),
-    }
+    shown = report_of(folder)
+    samples = msgspec.convert(samples_shown(folder, shown.samples_folder), SamplesShown)
+    shown = msgspec.structs.replace(shown, all_starts=_all_starts(folder), samples=samples)
     if as_csv:
         _write_csv([*_earlier(folder), (_number(folder), shown)])
     elif not write_as(shown, as_json, output):
@@ -87,43 +91,36 @@ def report(
         from holdfast.observe.curve import draw_curve
 
         draw_curve(
-            _points(folder), shown["incidents"], curve, _points(jobs.existing(baseline)) if baseline else None
+            _points(folder), shown.incidents, curve, _points(jobs.existing(baseline)) if baseline else None
         )
         sys.stderr.write(f"the loss curve is in {curve}\n")
 
 
-def read_report(folder: Path) -> dict[str, Any]:
+def report_of(folder: Path) -> JobReport:
     """As it was written at the job's end; until then, and for a job that was killed, from its ledger."""
+    import msgspec
+
     from holdfast.coordinator.service.job_view import build_report
     from holdfast.engines import jobs
-    from holdfast.errors import UsageError
-    from holdfast.protocol.wire.stored import read_stored
+    from holdfast.errors import Damaged, UsageError
 
+    path = folder / "report.json"
     try:
         # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is
         # of the newest start, and its figures are final. Without that a resumed job would show how its
         # earlier start had ended.
-        written: dict[str, Any] = read_stored(
-            folder / "report.json",
-            jobs.reports,
-            "remove the file, and the report is computed from the ledger",
-        )
+        return jobs.read_report(path)
     except FileNotFoundError:
         pass
-    else:
-        if not isinstance(written.get("outcome"), str | None) or not isinstance(written.get("goodput"), dict):
-            raise UsageError(
-                f"{folder / 'report.json'} is not the report of a job: remove the file, and the report is computed "
-                "from the ledger"
-            )
-        return written
+    except (OSError, Damaged) as error:
+        raise UsageError(f"{error}: remove the file, and the report is computed from the ledger") from None
     with ledger(folder) as store:
         state = kept_state(store, folder)
         told = store.incidents(state.forgotten)
         shown = build_report(state, store.summary(), state.began_s + store.last_t_s(), told)
-    if shown["outcome"] is None:
-        shown["outcome"] = "running" if jobs.is_running(folder) else "killed"
-    return shown
+    if shown.outcome is not None:
+        return shown
+    return msgspec.structs.replace(shown, outcome="running" if jobs.is_running(folder) else "killed")
 
 
 def _number(folder: Path) -> int:
@@ -133,17 +130,20 @@ def _number(folder: Path) -> int:
     return max((n for n, _ in starts.put_away(folder)), default=0) + 1
 
 
-def _all_starts(folder: Path) -> dict[str, Any] | None:
+def _all_starts(folder: Path) -> AllStarts | None:
     """The goodput over all `holdfast run` of this job; None: there was one."""
+    import msgspec
+
     from holdfast.engines import starts
+    from holdfast.protocol.job_report import AllStarts
 
     if not (folder / "runs").exists():
         return None
     with ledger(folder) as store:
-        return starts.all_starts(folder, store)
+        return msgspec.convert(starts.all_starts(folder, store), AllStarts | None)
 
 
-def _earlier(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+def _earlier(folder: Path) -> list[tuple[int, JobReport]]:
     """Reports of the runs before, of which the newest few are kept."""
     from holdfast.engines import starts
     from holdfast.errors import UsageError
@@ -151,29 +151,30 @@ def _earlier(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     found = []
     for number, path in starts.put_away(folder):
         try:
-            found.append((number, read_report(path)))
+            found.append((number, report_of(path)))
         except UsageError as error:  # it was refused before it had a ledger, or a disk lost that
             sys.stderr.write(f"start {number} was left out: {error}\n")
     return found
 
 
-def _write_csv(starts: list[tuple[int, dict[str, Any]]]) -> None:
+def _write_csv(starts: list[tuple[int, JobReport]]) -> None:
     """A class whose time is not known has a row with empty figures."""
     import csv
+
+    from holdfast.protocol.job_view import Goodput
 
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(("start", "outcome", "class", "seconds", "share"))
     for number, report in starts:
-        goodput = report.get("goodput") or {}
-        wall_s = goodput.get("wall_s") or 0.0
-        for kind, seconds in (goodput.get("classes") or {}).items():
-            share = round(seconds / wall_s, 6) if wall_s else None
-            out.writerow((number, report.get("outcome"), kind, seconds, share))
+        goodput = report.goodput or Goodput()
+        for kind, seconds in goodput.classes.items():
+            share = round(seconds / goodput.wall_s, 6) if goodput.wall_s else None
+            out.writerow((number, report.outcome, kind, seconds, share))
         # As a row with empty figures and not left out: a spreadsheet that sums columns takes a missing row
         # for 0.
-        for kind in goodput.get("unknown") or []:
-            if kind not in goodput["classes"]:
-                out.writerow((number, report.get("outcome"), kind, None, None))
+        for kind in goodput.unknown:
+            if kind not in goodput.classes:
+                out.writerow((number, report.outcome, kind, None, None))
 
 
 def _write_trace(folder: Path, path: Path) -> None:

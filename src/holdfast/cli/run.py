@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.observe.live import LiveView, PlainView
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 # Options behind SCRIPT belong to the script. With interspersed options its own `--report` or `--port` would
 # be taken for Holdfast's.
@@ -99,19 +100,19 @@ def _run(options: RunOptions) -> None:
     ended = _launched(spec, engine, options)
     code = exit_code(ended)
     if code == EXIT_UNSAVED:
-        saved = ended.get("saved")
+        saved = ended.saved
         there = (
-            f"the newest checkpoint there is of step {saved['step']}"
+            f"the newest checkpoint there is of step {saved.step}"
             if saved
             else "there is no checkpoint there"
         )
         here = (
             "; `holdfast run` with this --job continues from the snapshot in memory"
-            if ended.get("in_memory")
+            if ended.in_memory
             else ""
         )
         sys.stderr.write(
-            f"[holdfast] the last state, of step {ended['unsaved']}, was not saved to a durable tier: {there}{here} "
+            f"[holdfast] the last state, of step {ended.unsaved}, was not saved to a durable tier: {there}{here} "
             f"(exit code {EXIT_UNSAVED})\n"
         )
     sys.exit(code)
@@ -129,7 +130,7 @@ def _show(spec: JobSpec, engine: Engine) -> None:
     sys.stdout.write(text)
 
 
-def _launched(spec: JobSpec, engine: Engine, options: RunOptions) -> dict[str, Any]:
+def _launched(spec: JobSpec, engine: Engine, options: RunOptions) -> JobReport:
     """Runs the job to its end, shows it and writes its report; returns that."""
     import asyncio
 
@@ -161,7 +162,7 @@ def _launched(spec: JobSpec, engine: Engine, options: RunOptions) -> dict[str, A
 
 async def _launch(
     spec: JobSpec, engine: Engine, folder: JobFolder, view: LiveView | PlainView, options: RunOptions
-) -> dict[str, Any]:
+) -> JobReport:
     import asyncio
 
     from holdfast import logs

@@ -13,7 +13,7 @@ def stop(job: JobName = None) -> None:
     import asyncio
 
     from holdfast.cli.checkpoint import job_archives
-    from holdfast.cli.report import read_report
+    from holdfast.cli.report import report_of
     from holdfast.engines import jobs
 
     folder = jobs.existing(job)
@@ -22,13 +22,13 @@ def stop(job: JobName = None) -> None:
         sys.stdout.write(f"the job {folder.name} is not running\n")
         return
     asyncio.run(_stop(folder))
-    ended = read_report(folder)
+    ended = report_of(folder)
     saved = max((step for archive in job_archives(folder) for step in archive.steps()), default=None)
     name = folder.name
     go_on = f"; `holdfast run --job {name} ...` resumes from step {saved}" if saved is not None else ""
-    step = ended["steps"]["committed"]
+    step = ended.steps.committed if ended.steps is not None else None
     where = "" if step is None else f" at step {step}"  # at level 0 only the script may know
-    sys.stdout.write(f"the job {name} {ended['outcome']}{where}{go_on}\n")
+    sys.stdout.write(f"the job {name} {ended.outcome}{where}{go_on}\n")
 
 
 async def _stop(folder: Path) -> None:

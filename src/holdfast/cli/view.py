@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.observe.live import LiveView, PlainView
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 TICK_S = 0.25
 
@@ -39,10 +40,11 @@ def view_of(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
     return PlainView(spec, job_dir)
 
 
-def write_report(ended: dict[str, Any], path: Path) -> None:
+def write_report(ended: JobReport, path: Path) -> None:
     """For `--report`."""
     import msgspec
 
+    from holdfast.protocol.job_report import encode_report
+
     # The blame is for the end of the screen. It quotes the script's log, which a report that is passed on should not.
-    shown = {k: v for k, v in ended.items() if k != "blame"}
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(shown), indent=1) + b"\n")
+    path.write_bytes(encode_report(msgspec.structs.replace(ended, blame=None)))

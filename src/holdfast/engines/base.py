@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from holdfast.engines.shown import View
     from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Engine:
         """What `--dry-run` prints; None: the specification."""
         return None
 
-    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> JobReport:
         """Runs a job to its end; returns its report. Most engines call `Launcher.run`.
 
         Args:

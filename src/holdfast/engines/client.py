@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
+from holdfast.protocol.job_report import report_announced
 from holdfast.protocol.job_view import CHANGED, WHOLE, JobView, ReceivedView
 from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.network.http_client import Answer, Unproven, proven_session, request
@@ -39,7 +40,7 @@ class Announcement(msgspec.Struct, frozen=True):
     kind: str
     """event, status, provide-node, release-node, ended or log."""
     value: Any
-    """Of a status a `JobView`; else as JSON has it."""
+    """Of a status a `JobView`, at the end a `JobReport`; else as JSON has it."""
 
 
 class Reach(Protocol):
@@ -243,6 +244,9 @@ class JobClient:
                         if (now := view.changed(announcement.value)) is None:
                             continue
                         announcement = Announcement(WHOLE, now)
+                    elif announcement.kind == "ended":
+                        report = report_announced(announcement.value, self._unreadable, UsageError)
+                        announcement = Announcement("ended", report)
                     yield announcement
                     if announcement.kind == "ended":
                         return

@@ -7,10 +7,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
@@ -21,6 +20,7 @@ from holdfast.coordinator.service.store import FIRST
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
+from holdfast.protocol.job_report import JobReport, decode_report
 from holdfast.protocol.machine.ownership import refuse_open_to_others
 from holdfast.protocol.wire.stored import START_ANEW, decode_file, read_stored, read_stored_word
 
@@ -120,17 +120,27 @@ LEFT = "left"
 """Instead of a job's outcome: the command was left while the job runs."""
 
 
-def exit_code(report: Mapping[str, Any]) -> int:
+def exit_code(report: JobReport) -> int:
     """The exit code of a command that ran or followed a job, from the job's report: `outcome`, and `unsaved` where the newest
     state is in no durable tier."""
-    outcome = report.get("outcome")
+    outcome = report.outcome
     if outcome == LEFT:
         return EXIT_LEFT
     if outcome not in ("finished", "stopped"):
         return EXIT_FAILED
-    if report.get("unsaved") is not None:
+    if report.unsaved is not None:
         return EXIT_UNSAVED
     return EXIT_FINISHED if outcome == "finished" else EXIT_STOPPED
+
+
+def read_report(path: Path, what: str = "", error: type[Exception] = Damaged) -> JobReport:
+    """A report; arguments as of `decode_file`.
+
+    Raises:
+        OSError: it cannot be read.
+        Damaged: or `error`: it is not the report of a job.
+    """
+    return decode_file(decode_report, path, what, error=error)
 
 
 class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -152,8 +162,6 @@ class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 _allocations = msgspec.json.Decoder(Allocation)
 _specs = msgspec.json.Decoder(JobSpec)
-reports: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
-"""Of `report.json`."""
 
 
 def read_allocation(folder: Path) -> Allocation | None:
@@ -359,8 +367,8 @@ class JobFolder:
 
         `note` is told of those that are not whole, and how far it is when that takes long.
         """
-        report = self._report()
-        if report.get("outcome") == "finished" and report.get("in_memory") is None:
+        before = self._report()
+        if before is not None and before.outcome == "finished" and before.in_memory is None:
             # Everything of a finished job is in its durable tiers. With a new identity the next start begins
             # with empty memory, and the sweep removes the old one.
             (self.path / "identity").unlink(missing_ok=True)
@@ -382,12 +390,12 @@ class JobFolder:
         (self.path / "resume.json").write_bytes(msgspec.json.encode(resume))
         return resume
 
-    def _report(self) -> dict[str, object]:
-        """Of the run before; empty where there was none, or it was killed."""
+    def _report(self) -> JobReport | None:
+        """Of the run before; None where there was none, or it was killed."""
         try:
-            return decode_file(reports.decode, self.path / "report.json")
+            return read_report(self.path / "report.json")
         except (OSError, Damaged):
-            return {}
+            return None
 
     def put_away(self) -> None:
         """The ledger, report and logs of the run before go into `runs/N`."""

@@ -35,10 +35,11 @@ from holdfast.protocol.engine_orders import (
     of_announcement,
 )
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.wire.decoding import decode
-from holdfast.protocol.wire.stored import decode_file, word
+from holdfast.protocol.wire.stored import word
 from holdfast.web.sessions import CODE_PATH
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Launcher(ABC):
         # The write end is held by this process alone and nothing is ever written. When the process ends, in
         # whatever way, the kernel closes it, and all that hold the read end know.
         self._lifeline, self._held = os.pipe()
-        self._told: dict[str, Any] | None = None
+        self._told: JobReport | None = None
         self._blind = False
         self._page_shown = False
         self._orders: asyncio.Queue[EngineOrder] = asyncio.Queue()
@@ -90,7 +91,7 @@ class Launcher(ABC):
     async def staff(self) -> None:
         """Starts the nodes that the job begins with."""
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> JobReport:
         """Runs the job to its end; returns the report.
 
         Raises:
@@ -139,7 +140,7 @@ class Launcher(ABC):
             obeying.cancel()
             report = self._report()
             # Only a report of the coordinator's proves that nothing is in the nodes' memory alone.
-            self._gives_back = report["outcome"] != KILLED and report.get("in_memory") is None
+            self._gives_back = report.outcome != KILLED and report.in_memory is None
         finally:
             await self.close()
         return report
@@ -363,11 +364,12 @@ class Launcher(ABC):
         os.close(self._held)
         os.close(self._lifeline)
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> JobReport:
         try:
-            report = decode_file(jobs.reports.decode, self.job_dir / "report.json")
+            return jobs.read_report(self.job_dir / "report.json")
         except (OSError, Damaged):
             if self._told is not None:  # it could not be written
                 return self._told
-            return {"outcome": KILLED, "reason": "stopped immediately", "incidents": []}
-        return report
+            return JobReport(
+                job=self.job_dir.name, incidents=[], outcome=KILLED, reason="stopped immediately"
+            )

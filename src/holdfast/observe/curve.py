@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.protocol.job_view import IncidentView
 from holdfast.protocol.units import clip, seconds
 
 Point = tuple[int, float, float]
@@ -20,7 +21,7 @@ _CURVE, _BASELINE, _INCIDENT, _WEAK = "#1f5fa8", "#e08a1e", "#c0392b", "#f2b8b0"
 
 def draw_curve(
     steps: Sequence[Point],
-    incidents: Sequence[Mapping[str, Any]],
+    incidents: Sequence[IncidentView],
     path: Path,
     baseline: Sequence[Point] | None = None,
 ) -> None:
@@ -77,21 +78,21 @@ def draw_curve(
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _mark(axes: Any, incident: Mapping[str, Any], end_s: float, over_steps: bool, row: int) -> None:
+def _mark(axes: Any, incident: IncidentView, end_s: float, over_steps: bool, row: int) -> None:
     """A line where the fault struck, a dark band while nobody trained, a light one until full strength."""
-    began_s = incident["t_s"]
-    at = incident["at_step"] if over_steps else began_s
+    began_s = incident.t_s
+    at = incident.at_step if over_steps else began_s
     # Only scripts that report steps have a step for an incident.
     if at is None:
         return
     axes.axvline(at, color=_INCIDENT, lw=1.0)
-    if not over_steps:
-        full = incident["full_strength_s"]
+    if not over_steps and began_s is not None:
+        full = incident.full_strength_s
         axes.axvspan(began_s, end_s if full is None else began_s + full, color=_WEAK, alpha=0.45, lw=0)
-        if incident["stall_s"] is not None:
-            axes.axvspan(began_s, began_s + incident["stall_s"], color=_INCIDENT, alpha=0.35, lw=0)
+        if incident.stall_s is not None:
+            axes.axvspan(began_s, began_s + incident.stall_s, color=_INCIDENT, alpha=0.35, lw=0)
     axes.annotate(
-        str(incident["id"]),
+        str(incident.id),
         (at, 0.975 - 0.055 * row),
         xycoords=("data", "axes fraction"),
         ha="center",
@@ -113,7 +114,7 @@ def _steps_above(axes: Any, steps: Sequence[Point]) -> None:
     above.spines["top"].set_visible(False)
 
 
-def _legend(figure: Any, axes: Any, incidents: Sequence[Mapping[str, Any]]) -> None:
+def _legend(figure: Any, axes: Any, incidents: Sequence[IncidentView]) -> None:
     """Below the picture: the curves, and every incident with its number, fault, stall and full strength."""
     from matplotlib.lines import Line2D
 
@@ -127,8 +128,8 @@ def _legend(figure: Any, axes: Any, incidents: Sequence[Mapping[str, Any]]) -> N
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2, frameon=False)
 
 
-def _label(incident: Mapping[str, Any]) -> str:
-    what = clip(incident["fault"] or incident["cause"], 34)
-    full = incident["full_strength_s"]
+def _label(incident: IncidentView) -> str:
+    what = clip(incident.fault or incident.cause, 34)
+    full = incident.full_strength_s
     end = "never back at full strength" if full is None else f"full strength {seconds(full)}"
-    return f"{incident['id']}  {what}: stall {seconds(incident['stall_s'])}, {end}"
+    return f"{incident.id}  {what}: stall {seconds(incident.stall_s)}, {end}"

@@ -19,6 +19,7 @@ from holdfast.observe.event_text import EventLines
 from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.tables import PrintableConsole, print_report
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.job_view import JobView
 from holdfast.protocol.ledger import LINE_WIDTH
 from holdfast.protocol.units import clip, clock
@@ -115,7 +116,7 @@ class LiveView:
         """Something about the launcher itself."""
         self._console.print(Text(text, style="dim"), soft_wrap=True)
 
-    def ended(self, report: dict[str, Any]) -> None:
+    def ended(self, report: JobReport) -> None:
         """Prints the report, and last of all what went wrong."""
         print_report(report, self._job_dir, self._console.file)
 
@@ -200,7 +201,7 @@ class PlainView:
         """Something about the launcher itself."""
         self._say(text, self._job_time(self._clock()))
 
-    def ended(self, report: dict[str, Any]) -> None:
+    def ended(self, report: JobReport) -> None:
         """The report, and last of all what went wrong."""
         print_report(report, self._job_dir, sys.stderr)
 

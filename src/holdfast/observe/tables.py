@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
@@ -19,9 +20,19 @@ from rich.text import Text
 from holdfast.observe.goodput import goodput_table, goodput_words, losses, losses_lines
 from holdfast.observe.printable import printable
 from holdfast.protocol import units
+from holdfast.protocol.job_report import (
+    Final,
+    InMemory,
+    JobReport,
+    ReportedChange,
+    ReportedSteps,
+    SamplesShown,
+    SnapshotCounts,
+    World,
+)
+from holdfast.protocol.job_view import BlameView, Goodput, IncidentView, Pace, SlowRank
 
 WIDTH = 100
-Report = Mapping[str, Any]
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
 
 
@@ -32,7 +43,7 @@ class PrintableConsole(Console):
         return super()._render_buffer(s if s.control else Segment(printable(s.text), s.style) for s in buffer)
 
 
-def print_report(report: Report, job_dir: Path, stream: IO[str], width: int = WIDTH) -> None:
+def print_report(report: JobReport, job_dir: Path, stream: IO[str], width: int = WIDTH) -> None:
     """Prints the report to a terminal, a file or a pipe. width: characters of a line."""
     probe = PrintableConsole(file=stream)
     if probe.is_terminal:
@@ -69,7 +80,7 @@ def print_table(
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
 
 
-def draw_report(report: Report, job_dir: Path, path: Path) -> None:
+def draw_report(report: JobReport, job_dir: Path, path: Path) -> None:
     """Writes the tables as they look in a terminal into an SVG picture."""
     console = PrintableConsole(
         file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="truecolor"
@@ -82,70 +93,67 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
     path.write_text(re.sub(fonts, "", drawn, flags=re.DOTALL), encoding="utf-8")
 
 
-def report_view(report: Report, job_dir: Path) -> RenderableType:
+def report_view(report: JobReport, job_dir: Path) -> RenderableType:
     """Header, the wall time, incidents, where their time went, planned changes, slow ranks; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
     trained = _has_trained(report)
-    if trained and _knows_steps(report) and (goodput := report.get("goodput") or {}).get("classes"):
+    if trained and _knows_steps(report) and report.goodput is not None and report.goodput.classes:
+        goodput = msgspec.to_builtins(report.goodput)
         parts += [Text(), goodput_table(goodput)]
-        if large := losses(goodput, (report.get("world") or {}).get("micro_batches")):
+        if large := losses(goodput, report.world.micro_batches if report.world is not None else None):
             parts.append(losses_lines(large))
-    incidents = report.get("incidents") or []
-    if trained and incidents:
-        parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]
-    changes = report.get("changes") or []
-    if changes:
-        parts += [Text(), _changes(changes)]
-    slow = report.get("slow") or []
-    if slow:
-        parts += [Text(), _slow(slow)]
-    if report.get("outcome") == "failed":
-        parts += [Text(), closing(report, saved=bool(report.get("saved")))]
-    if report.get("outcome") == "stopped":
+    if trained and report.incidents:
+        parts += [Text(), _incidents(report.incidents), Text(), _durations(report.incidents)]
+    if report.changes:
+        parts += [Text(), _changes(report.changes)]
+    if report.slow:
+        parts += [Text(), _slow(report.slow)]
+    if report.outcome == "failed":
+        parts += [Text(), closing(report, saved=report.saved is not None)]
+    if report.outcome == "stopped":
         # The outcome above says why.
         parts += [Text(), Text(f"what now {going_on(report)}")]
     return Group(*parts)
 
 
-def _has_trained(report: Report) -> bool:
+def _has_trained(report: JobReport) -> bool:
     """A job that failed, or was stopped, before the first step of this start has nothing to show but why."""
-    return (
-        report.get("outcome") not in ("failed", "stopped")
-        or (report.get("steps") or {}).get("median_s") is not None
-    )
+    done = report.steps is not None and report.steps.median_s is not None
+    return report.outcome not in ("failed", "stopped") or done
 
 
-def _knows_steps(report: Report) -> bool:
+def _knows_steps(report: JobReport) -> bool:
     """False: the script finished and told of none."""
-    steps = report.get("steps") or {}
-    told = steps.get("committed") is not None or steps.get("computed")
-    return bool(told) or report.get("outcome") != "finished" or "computed" not in steps
+    steps = report.steps
+    if steps is None or report.outcome != "finished":
+        return True
+    return steps.committed is not None or bool(steps.computed)
 
 
-def _header(report: Report, job_dir: Path) -> Table:
+def _header(report: JobReport, job_dir: Path) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    outcome = units.text(report.get("outcome"))
-    reason = f" ({report['reason']})" if report.get("reason") else ""
-    table.add_row("job", units.text(report.get("job", job_dir.name)))
+    outcome = units.text(report.outcome)
+    reason = f" ({report.reason})" if report.reason else ""
+    table.add_row("job", units.text(report.job))
     table.add_row("outcome", Text(outcome, style=_OUTCOME_STYLES.get(outcome, "bold red")) + Text(reason))
     if _has_trained(report):
         _add_figures(table, report)
-    if saved := report.get("saved"):
-        table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
-    for at, why in enumerate(report.get("unread") or []):
+    if (saved := report.saved) is not None:
+        table.add_row("saved", Text(f"step {units.count(saved.step)} in {saved.url}"))
+    for at, why in enumerate(report.unread):
         table.add_row("" if at else "not loaded", Text(why))
-    if (taken := report.get("snapshots")) and (taken["complete"] or taken["skipped"]):
+    if (taken := report.snapshots) is not None and (taken.complete or taken.skipped):
         table.add_row("snapshots", _taken(taken))
-    if memory := report.get("in_memory"):
-        table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
-    if (incidents := report.get("incidents") or []) or _has_trained(report):
-        table.add_row("incidents", _summary(incidents))
-    if (samples := report.get("samples")) and (samples["recorded"] or samples["checked_utc"]):
+    if report.in_memory is not None:
+        table.add_row("memory", Text(_kept(report.in_memory, report.job)))
+    if report.incidents or _has_trained(report):
+        table.add_row("incidents", _summary(report.incidents))
+    if (samples := report.samples) is not None and (samples.recorded or samples.checked_utc):
         table.add_row("samples", Text(_samples(samples)))
-    if dropped := report.get("dropped"):
-        gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
+    if report.dropped:
+        gone = ", ".join(f"{units.count(number)} {what}" for what, number in report.dropped.items())
         table.add_row(
             "dropped",
             Text(
@@ -157,101 +165,97 @@ def _header(report: Report, job_dir: Path) -> Table:
     return table
 
 
-def _add_figures(table: Table, report: Report) -> None:
+def _add_figures(table: Table, report: JobReport) -> None:
     """What the steps came to."""
+    goodput = report.goodput or Goodput()
     if not _knows_steps(report):
-        wall_s = (report.get("goodput") or {}).get("wall_s")
         table.add_row("steps", "none: the script did not report steps to Holdfast")
-        table.add_row("wall time", units.seconds(wall_s))
+        table.add_row("wall time", units.seconds(goodput.wall_s))
         return
-    steps = report.get("steps") or {}
+    steps, pace = report.steps or ReportedSteps(), report.pace or Pace()
     table.add_row(
         "steps",
-        f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost{_of(steps)}, "
-        f"{units.rate((report.get('pace') or {}).get('steps_per_s'))}; one step takes {units.seconds(steps.get('median_s'))} (median)",
+        f"{units.count(steps.committed)} committed, {units.count(steps.lost)} lost{_of(steps)}, "
+        f"{units.rate(pace.steps_per_s)}; one step takes {units.seconds(steps.median_s)} (median)",
     )
-    goodput = report.get("goodput") or {}
-    table.add_row("goodput", goodput_words(goodput))
-    if together := report.get("all_starts"):
-        table.add_row("", f"{goodput_words(together)}, in all {together['starts']} starts of the job")
-        if together.get("between_s") is not None:
-            ettr = units.share(together["ettr"])
+    table.add_row("goodput", goodput_words(msgspec.to_builtins(goodput)))
+    if (together := report.all_starts) is not None:
+        words = goodput_words(msgspec.to_builtins(together))
+        table.add_row("", f"{words}, in all {together.starts} starts of the job")
+        if together.between_s is not None:
+            ettr = units.share(together.ettr)
             table.add_row(
-                "",
-                f"{ettr} from the first start on, with {units.seconds(together['between_s'])} between starts",
+                "", f"{ettr} from the first start on, with {units.seconds(together.between_s)} between starts"
             )
-    world = report.get("world") or {}
+    world = report.world or World()
     table.add_row("workers", _world(world))
     if idle := _idle(world):
         table.add_row("idle", idle)
-    final = report.get("final") or {}
-    table.add_row("loss", units.loss(final.get("loss")))
-    if logged := units.figures(report.get("figures") or {}):
+    final = report.final or Final()
+    table.add_row("loss", units.loss(final.loss))
+    if logged := units.figures(msgspec.to_builtins(report.figures)):
         table.add_row("logged", Text(logged))
     table.add_row("parameters", _parameters(final))
 
 
-def _of(steps: Report) -> str:
+def _of(steps: ReportedSteps) -> str:
     """Where a script went on after a restart only it knows: what is known then is how much it did."""
-    if steps.get("committed") is not None or steps.get("computed") is None:
+    if steps.committed is not None or steps.computed is None:
         return ""
-    return f" of {units.count(steps['computed'])} computed"
+    return f" of {units.count(steps.computed)} computed"
 
 
-def _taken(snapshots: Report) -> str:
-    complete = f"{units.count(snapshots['complete'])} in memory"
-    if not snapshots["skipped"]:
+def _taken(snapshots: SnapshotCounts) -> str:
+    complete = f"{units.count(snapshots.complete)} in memory"
+    if not snapshots.skipped:
         return complete
-    skipped = units.plural(snapshots["skipped"], "shard")
+    skipped = units.plural(snapshots.skipped, "shard")
     return f"{complete}; {skipped} skipped, because memory was short or earlier snapshots were still being copied"
 
 
-def _kept(memory: Report, job: str) -> str:
-    what = "left by an earlier run" if memory["step"] is None else f"step {units.count(memory['step'])}"
+def _kept(memory: InMemory, job: str) -> str:
+    what = "left by an earlier run" if memory.step is None else f"step {units.count(memory.step)}"
     return f"{what} is kept for the next start; `holdfast checkpoint free --job {job}` frees the memory"
 
 
-def _samples(samples: Report) -> str:
+def _samples(samples: SamplesShown) -> str:
     """Whether every sample came once, and when somebody looked."""
-    word = {True: "", False: "NOT ONCE: ", None: ""}[samples["once"]]
-    when = f" (checked {samples['checked_utc'][:19]} UTC)" if samples["checked_utc"] else ""
-    return f"{word}{samples['why']}{when}"
+    word = {True: "", False: "NOT ONCE: ", None: ""}[samples.once]
+    when = f" (checked {samples.checked_utc[:19]} UTC)" if samples.checked_utc else ""
+    return f"{word}{samples.why}{when}"
 
 
-def _world(world: Report) -> str:
+def _world(world: World) -> str:
     sizes: list[int] = []
-    for _, size in world.get("history") or []:
+    for _, size in world.history:
         if not sizes or sizes[-1] != size:
             sizes.append(size)
     shown = [*map(str, sizes[:6]), "…", *map(str, sizes[-5:])] if len(sizes) > 12 else list(map(str, sizes))
-    return f"{' → '.join(shown) or units.UNKNOWN} (target {units.text(world.get('target'))})"
+    return f"{' → '.join(shown) or units.UNKNOWN} (target {units.text(world.target)})"
 
 
-def _idle(world: Report) -> str:
+def _idle(world: World) -> str:
     """What an uneven division cost, for each size that had one."""
-    uneven = world.get("idle") or []
-    if not uneven:
+    if not world.idle:
         return ""
-    shown = ", ".join(f"{units.share(share)} with {size}" for size, share in uneven[-4:])
-    micro = units.count(world.get("micro_batches"))
+    shown = ", ".join(f"{units.share(share)} with {size}" for size, share in world.idle[-4:])
+    micro = units.count(world.micro_batches)
     return f"{shown} workers: {micro} micro-batches do not divide evenly; see `holdfast plan`"
 
 
-def _parameters(final: Report) -> RenderableType:
+def _parameters(final: Final) -> RenderableType:
     # Three answers and not two. Nobody compared, where the script ended at level 0, is not the same as equal.
-    equal = final.get("replicas_equal")
+    equal = final.replicas_equal
     if equal is None:
         return units.UNKNOWN
     if equal:
-        return Text(
-            f"xxh3 {units.text(final.get('params_xxh3'))}, bit-equal in all replicas{_covered(final)}"
-        )
+        return Text(f"xxh3 {units.text(final.params_xxh3)}, bit-equal in all replicas{_covered(final)}")
     return Text("NOT equal in all replicas", style="bold red")
 
 
-def _covered(final: Report) -> str:
+def _covered(final: Final) -> str:
     """What was compared, and what was not."""
-    covered, left_out = final.get("covered"), final.get("left_out")
+    covered, left_out = final.covered, final.left_out
     if not covered:
         return ""
     names = f", as are all tensors of {', '.join(covered)}"
@@ -263,7 +267,7 @@ def _covered(final: Report) -> str:
     )
 
 
-def _summary(incidents: Sequence[Report]) -> str:
+def _summary(incidents: Sequence[IncidentView]) -> str:
     if not incidents:
         return "none"
     stalls = [stall for i in incidents if (stall := stood_s(i)) is not None]
@@ -275,13 +279,13 @@ def _summary(incidents: Sequence[Report]) -> str:
     )
 
 
-def stood_s(incident: Report) -> float | None:
-    """For how long training stood still for an incident in all. (A report of another version has no earlier stalls.)"""
-    last_s, earlier = incident["stall_s"], incident.get("earlier_stalls")
-    return last_s if not earlier else (last_s or 0.0) + float(incident["earlier_stall_s"])
+def stood_s(incident: IncidentView) -> float | None:
+    """For how long training stood still for an incident in all."""
+    last_s = incident.stall_s
+    return last_s if not incident.earlier_stalls else (last_s or 0.0) + incident.earlier_stall_s
 
 
-def _incidents(incidents: Sequence[Report]) -> Table:
+def _incidents(incidents: Sequence[IncidentView]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Incidents", **_TITLED)
     table.add_column("", justify="right", min_width=2)
     table.add_column("fault and cause", overflow="fold", ratio=1)
@@ -292,20 +296,20 @@ def _incidents(incidents: Sequence[Report]) -> Table:
     table.add_column("rung", overflow="fold", max_width=16)
     for i in incidents:
         table.add_row(
-            str(i["id"]),
+            str(i.id),
             _what(i),
-            units.text(i["node"]),
-            units.ranks(i["ranks"]),
-            units.count(i["at_step"]),
+            units.text(i.node),
+            units.ranks(i.ranks),
+            units.count(i.at_step),
             units.seconds(stood_s(i)),
-            units.seconds(i["full_strength_s"]),
-            units.count(i["lost_steps"]),
-            units.text(i["rung"]),
+            units.seconds(i.full_strength_s),
+            units.count(i.lost_steps),
+            units.text(i.rung),
         )
     return table
 
 
-def _durations(incidents: Sequence[Report]) -> Table:
+def _durations(incidents: Sequence[IncidentView]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Where the time went", **_TITLED
     )
@@ -314,11 +318,11 @@ def _durations(incidents: Sequence[Report]) -> Table:
         table.add_column(name, justify="right", no_wrap=True, min_width=8)
     for i in incidents:
         keys = ("t_s", "detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s")
-        table.add_row(str(i["id"]), *(units.seconds(i[key]) for key in keys))
+        table.add_row(str(i.id), *(units.seconds(getattr(i, key)) for key in keys))
     return table
 
 
-def _changes(changes: Sequence[Report]) -> Table:
+def _changes(changes: Sequence[ReportedChange]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Planned changes", **_TITLED
     )
@@ -327,13 +331,13 @@ def _changes(changes: Sequence[Report]) -> Table:
     for name in ("after", "at step", "workers", "stall"):
         table.add_column(name, justify="right", no_wrap=True)
     for c in changes:
-        sizes = f"{c['from_world']} \u2192 {c['to_world']}"
-        stall, after = units.seconds(c["stall_s"]), units.seconds(c["t_s"])
-        table.add_row(str(c["id"]), Text(c["reason"]), after, units.count(c["at_step"]), sizes, stall)
+        sizes = f"{c.from_world} \u2192 {c.to_world}"
+        stall, after = units.seconds(c.stall_s), units.seconds(c.t_s)
+        table.add_row(str(c.id), Text(c.reason), after, units.count(c.at_step), sizes, stall)
     return table
 
 
-def _slow(ranks: Sequence[Report]) -> Table:
+def _slow(ranks: Sequence[SlowRank]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Slow ranks", **_TITLED)
     table.add_column("rank", justify="right", min_width=2)
     table.add_column("node", overflow="fold", max_width=16)
@@ -350,16 +354,16 @@ def _slow(ranks: Sequence[Report]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for x in ranks:
         table.add_row(
-            units.text(x["rank"]),
-            units.text(x["node"]),
-            x["part"],
-            f"{x['ratio']:.2f}",
-            units.count(x["since_step"]),
-            units.count(x["until_step"]),
-            units.count(x["found_step"]),
-            units.share(x["share"]),
-            f"{x['worker_hours_per_hour']:.2g}",
-            units.seconds(x["lost_s"]),
+            units.text(x.rank),
+            units.text(x.node),
+            x.part,
+            f"{x.ratio:.2f}",
+            units.count(x.since_step),
+            units.count(x.until_step),
+            units.count(x.found_step),
+            units.share(x.share),
+            f"{x.worker_hours_per_hour:.2g}",
+            units.seconds(x.lost_s),
         )
     return table
 
@@ -367,18 +371,19 @@ def _slow(ranks: Sequence[Report]) -> Table:
 _TITLED: dict[str, Any] = {"title_justify": "left", "title_style": "bold"}
 
 
-def _what(incident: Report) -> Text:
-    fault, cause = incident["fault"], incident["cause"]
+def _what(incident: IncidentView) -> Text:
+    fault, cause = incident.fault, incident.cause
     if fault and fault != cause:
         text = Text.assemble(fault, "\n", (units.clip(cause, 120), "dim"))
     else:
         text = Text(units.clip(cause, 160))
-    if where := incident.get("where"):
-        text.append(f"\n{units.clip(where, 160)}", style="dim")
+    if incident.where:
+        text.append(f"\n{units.clip(incident.where, 160)}", style="dim")
     return text
 
 
 LAST_LINES = 15
+NO_BLAME = BlameView(cause="")
 # The first pattern that is found counts, so what is certain (a module is missing) stands before what is
 # likely (memory). The patterns read words that the core writes: of a reason (`membership/`) or of a cause
 # (`protocol/causes.py`). Whoever changes those words has to change these, or people get the advice for
@@ -451,72 +456,70 @@ _DEFAULT_ADVICE = "Look at the log. `holdfast events` shows everything that happ
 _GO_ON = "The same command with --job {job} continues from the newest saved step."
 
 
-def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
+def closing(report: JobReport, saved: bool) -> RenderableType:
     """What happened, where, and what to do, for the end of the output. `saved`: the job has a checkpoint to go on from."""
-    blame = report.get("blame") or {}
-    reason = units.text(report.get("reason"))
-    traceback = (blame.get("traceback") or "").rstrip()
-    parts: list[RenderableType] = [
-        Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red")
-    ]
+    blame = report.blame or NO_BLAME
+    reason = units.text(report.reason)
+    traceback = blame.traceback.rstrip()
+    parts: list[RenderableType] = [Rule(Text(f"the job {report.outcome}", style="bold red"), style="red")]
     lines = lines_of_the_script(traceback)
     if traceback and not lines:
         parts += [_as_is(traceback), Text()]
     # A traceback says more than what its worker wrote before and after it.
-    tail = [] if traceback else last_lines(blame.get("tail") or [], traceback)
+    tail = [] if traceback else last_lines(blame.tail, traceback)
     if tail:
         parts += [Text("last lines", style="dim"), _as_is("\n".join(tail)), Text()]
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    cause = units.text(blame.get("cause") or reason)
+    cause = units.text(blame.cause or reason)
     facts.add_row("what happened", Text(re.sub(r"\n\s+", "\n", cause)))
     facts.add_row("where", Text(place(blame, report)))
     for line in lines:
         facts.add_row("", Text(line))
-    if blame.get("log"):
-        facts.add_row("log", Text(units.text(blame["log"])))
-    if blame.get("cause"):
+    if blame.log:
+        facts.add_row("log", Text(units.text(blame.log)))
+    if blame.cause:
         facts.add_row("why it ended", Text(reason))
-    go_on = f" {_GO_ON.format(job=report.get('job'))}" if saved else ""
+    go_on = f" {_GO_ON.format(job=report.job)}" if saved else ""
     facts.add_row("what to do", Text(f"{advice(reason, blame)}{go_on}"))
     return Group(*parts, facts)
 
 
-def going_on(report: Mapping[str, Any]) -> str:
+def going_on(report: JobReport) -> str:
     """Of a job that was stopped before its last step: what of it is there, and how it goes on."""
-    again = f"the same command with --job {report.get('job')}"
-    saved, unsaved, memory = report.get("saved"), report.get("unsaved"), report.get("in_memory")
-    if unsaved is not None and memory:
+    again = f"the same command with --job {report.job}"
+    saved, unsaved, memory = report.saved, report.unsaved, report.in_memory
+    if unsaved is not None and memory is not None:
         return (
             f"Step {units.count(unsaved)} is only in the memory of the nodes: {again} continues from it if it is run "
             "on the same machines before they are restarted."
         )
     if unsaved is not None:
-        older = f"continues from step {units.count(saved['step'])}" if saved else "starts from the beginning"
+        older = f"continues from step {units.count(saved.step)}" if saved else "starts from the beginning"
         return f"Step {units.count(unsaved)} could not be saved: {again} {older}."
-    if saved is None and (report.get("steps") or {}).get("computed") == 0:
+    if saved is None and report.steps is not None and report.steps.computed == 0:
         return f"No step was done: {again} starts from the beginning."
     if saved is None:
         return (
             f"Holdfast did not save a state: {again} starts from the beginning, unless the script resumes from a "
             "checkpoint of its own."
         )
-    if report.get("queued_again"):
+    if report.queued_again:
         return (
-            f"Step {units.count(saved['step'])} is saved. The job is queued again and continues from it without "
+            f"Step {units.count(saved.step)} is saved. The job is queued again and continues from it without "
             "further action."
         )
-    return f"Step {units.count(saved['step'])} is saved: {again} continues from it."
+    return f"Step {units.count(saved.step)} is saved: {again} continues from it."
 
 
-def place(blame: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+def place(blame: BlameView, report: JobReport) -> str:
     """Which rank, which node and which step, as far as they are known."""
-    rank, node, step = (blame.get(name) for name in ("rank", "node", "step"))
+    rank, node, step = blame.rank, blame.node, blame.step
     who = "" if rank is None else f"rank {rank}"
     if node is not None:
         who += f"{' on ' if who else ''}{node}"
-    committed = (report.get("steps") or {}).get("committed")
+    committed = report.steps.committed if report.steps is not None else None
     when = f"at step {step}" if step is not None else ""
     if step is None and committed is not None:
         when = f"after {committed} committed step{'' if committed == 1 else 's'}"
@@ -553,9 +556,9 @@ def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
     return [line for line in tail if line.strip() not in known][-LAST_LINES:]
 
 
-def advice(reason: str, blame: Mapping[str, Any]) -> str:
+def advice(reason: str, blame: BlameView) -> str:
     """What a person can do about it."""
-    evidence = " ".join((blame.get("cause") or "", blame.get("traceback") or ""))
+    evidence = f"{blame.cause} {blame.traceback}"
     for pattern, words in _ADVICE:
         if re.search(pattern, reason) or re.search(pattern, evidence):
             return words

@@ -24,6 +24,7 @@ from holdfast.coordinator.service.page_host import listed, prepared, readable
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.errors import UsageError
+from holdfast.protocol.job_report import encode_report
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import StepTold
 from holdfast.tools.simulate.live import LiveCluster
@@ -239,7 +240,7 @@ class SimulatedHost:
     async def _report(self, state: CoreState) -> None:
         told = await self._ledger.incidents(state.forgotten)
         report = build_report(state, await self._ledger.summary(), self.cluster.now, told)
-        (self._folder.path / "report.json").write_bytes(msgspec.json.encode(report))
+        (self._folder.path / "report.json").write_bytes(encode_report(report))
 
     async def finish(self) -> None:
         """Writes what there is. The folder then has a job that has ended, which every command shows."""

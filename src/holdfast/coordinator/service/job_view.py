@@ -29,6 +29,15 @@ from holdfast.coordinator.service.all_starts import goodput_totals, time_shares,
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.protocol import units
+from holdfast.protocol.job_report import (
+    Final,
+    InMemory,
+    JobReport,
+    ReportedChange,
+    ReportedSteps,
+    SnapshotCounts,
+    World,
+)
 from holdfast.protocol.job_view import (
     BlameView,
     Goodput,
@@ -329,76 +338,75 @@ def goodput_of(state: CoreState, now: float) -> Goodput:
 
 def build_report(
     state: CoreState, steps: StepSummary, now: float, told: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds.
+) -> JobReport:
+    """What the job trained and what failed.
 
     told: incidents as the ledger has them, see `Store.incidents`; those are taken that the state has no more.
     """
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
     digests, states = _by_shard(state, ended)
-    report = {
-        "schema": SCHEMA,
-        "job": state.spec.name,
-        "engine": state.spec.engine,
-        "outcome": state.membership.outcome,
-        "reason": state.membership.stop_reason,
-        "cause": state.membership.stop_cause,
-        "world": {
-            "target": state.target,
-            "history": [list(h) for h in state.membership.history],
-            "micro_batches": state.membership.micro_batches,
-            "idle": _idle(state),
-        },
-        "steps": {
+    membership = state.membership
+    forgotten = [msgspec.convert(x, IncidentView) for x in told if x["id"] <= state.forgotten]
+    changes = [msgspec.structs.asdict(resize.describe(state, change)) for change in membership.changes]
+    return JobReport(
+        job=state.spec.name,
+        engine=state.spec.engine,
+        outcome=membership.outcome,
+        reason=membership.stop_reason,
+        cause=membership.stop_cause,
+        world=World(
+            target=state.target,
+            history=list(membership.history),
+            micro_batches=membership.micro_batches,
+            idle=_idle(state),
+        ),
+        steps=ReportedSteps(
             **msgspec.structs.asdict(step_counts(state, steps.count)),
-            "median_s": _median_s(state, steps.median_s),
-            "skipped": steps.skipped,
-        },
-        "pace": pace_of(state, now),
-        "dropped": steps.dropped,
-        "incidents": [
-            *(x for x in told if x["id"] <= state.forgotten),
-            *(_incident(state, i) for i in state.incidents),
-        ],
-        "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
-        "slow": [slow_rank(x) for x in state.health.slow],
-        "figures": logged(state),
-        "goodput": goodput_of(state, now),
-        "final": {
-            "loss": steps.loss,
-            "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
+            median_s=_median_s(state, steps.median_s),
+            skipped=steps.skipped,
+        ),
+        pace=pace_of(state, now),
+        dropped=steps.dropped,
+        incidents=[*forgotten, *(_incident(state, i) for i in state.incidents)],
+        changes=[ReportedChange(**change) for change in changes],
+        slow=[slow_rank(x) for x in state.health.slow],
+        figures=logged(state),
+        goodput=goodput_of(state, now),
+        final=Final(
+            loss=steps.loss,
+            params_xxh3=":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
             # Unknown where nobody said a digest, and false as soon as two differ: a job of one replica is
             # equal to itself, which says that its state was summed up, and no more.
-            "replicas_equal": all(len(d) <= 1 for d in digests + states) if ended else None,
-            "state_xxh3": ":".join(d[0] for d in states)
-            if ended and all(len(d) == 1 for d in states)
-            else None,
-            "covered": list(ended[0].covered) if ended and ended[0].covered else None,
-            "left_out": list(ended[0].left_out) if ended and ended[0].covered else None,
-        },
-        "saved": state.storage.durable,
-        "unread": state.storage.unread[:UNREAD_SHOWN],
-        "in_memory": _in_memory(state),
-        "unsaved": state.membership.unsaved,
-        "snapshots": {
-            "complete": state.storage.totals.snapshots,
-            "skipped": state.storage.totals.skipped,
-        },
-        "samples_folder": state.membership.samples,
-    }
-    # As whoever reads the file has it: what prints a report need not know where it came from.
-    told_as: dict[str, Any] = msgspec.to_builtins(report)
-    return told_as
+            replicas_equal=all(len(d) <= 1 for d in digests + states) if ended else None,
+            state_xxh3=":".join(d[0] for d in states) if ended and all(len(d) == 1 for d in states) else None,
+            covered=list(ended[0].covered) if ended and ended[0].covered else None,
+            left_out=list(ended[0].left_out) if ended and ended[0].covered else None,
+        ),
+        saved=state.storage.durable,
+        unread=state.storage.unread[:UNREAD_SHOWN],
+        in_memory=_in_memory(state),
+        unsaved=membership.unsaved,
+        snapshots=SnapshotCounts(
+            complete=state.storage.totals.snapshots, skipped=state.storage.totals.skipped
+        ),
+        samples_folder=membership.samples,
+        blame=_blame_of_end(state),
+    )
 
 
-def _in_memory(state: CoreState) -> dict[str, int | None] | None:
-    """What no durable tier has and stays in the nodes' memory for the next start. step None: of a run before, and not all
-    nodes have said what they hold."""
+def _blame_of_end(state: CoreState) -> BlameView | None:
+    """Why a job failed. Of faults that it has survived the incidents tell: the last of them is no news of a job that ended well, and
+    would be read as the reason of its end."""
+    blame = state.membership.blame
+    return shown_blame(blame) if state.membership.outcome == "failed" and blame is not None else None
+
+
+def _in_memory(state: CoreState) -> InMemory | None:
     if not state.membership.keeps_memory:
         return None
     newest = max((x.step for x in state.storage.snapshots if has_all(x)), default=None)
     saved = state.storage.durable.step if state.storage.durable else 0
-    return {"step": newest if newest is not None and newest > saved else None}
+    return InMemory(step=newest if newest is not None and newest > saved else None)
 
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:

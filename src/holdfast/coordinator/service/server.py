@@ -39,7 +39,7 @@ from holdfast.coordinator.service.decision_loop import (
 )
 from holdfast.coordinator.service.history_store import FILE_NAME, JobHistory
 from holdfast.coordinator.service.injector import Injector, Planned
-from holdfast.coordinator.service.job_view import build_report, shown_blame
+from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, LedgerCopies, SideThread, Unreadable
 from holdfast.coordinator.service.page_host import CoordinatorPage
 from holdfast.coordinator.service.queues import FAREWELL_S, AgentLines
@@ -49,6 +49,7 @@ from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.service.watchers import StatusFeed, Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
+from holdfast.protocol.job_report import JobReport, encode_report
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 from holdfast.protocol.network.endpoint import Endpoint, read_endpoint, write_endpoint
 from holdfast.protocol.network.proof import read_scrape_token
@@ -438,11 +439,6 @@ class Coordinator:
             )
             steps, told = StepSummary(), []
         report = build_report(state, steps, self._clock(), told)
-        # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
-        # For a job that ended well the last failure that it survived is no news, and would be read as the
-        # reason of its end.
-        failed = state.membership.outcome == "failed" and state.membership.blame is not None
-        report["blame"] = shown_blame(state.membership.blame) if failed and state.membership.blame else None
         path = self._job_dir / "report.json"
         try:
             async with asyncio.timeout(LAST_S):
@@ -453,7 +449,7 @@ class Coordinator:
         self._watchers.announce_end(report)
 
 
-def _put_report(path: Path, report: dict[str, Any]) -> None:
+def _put_report(path: Path, report: JobReport) -> None:
     work = path.with_suffix(".tmp")
-    work.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    work.write_bytes(encode_report(report))
     work.replace(path)

@@ -25,6 +25,7 @@ from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.store import LedgerEntry, Store
 from holdfast.protocol.engine_orders import EngineOrder, as_announced, kind_of
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.job_view import CHANGED, COMMON, HEAD, WHOLE, NodeRow, ViewChange
 from holdfast.protocol.messages import Generation
 
@@ -357,7 +358,7 @@ class Watchers:
         self.engines: set[asyncio.Event] = set()
         """Set at each new order: an engine's connection, which reads all open ones then."""
 
-    def announce_end(self, report: dict[str, Any]) -> None:
+    def announce_end(self, report: JobReport) -> None:
         """The last announcement."""
         self.last = announcement("ended", report)
         for watcher in self.all:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast.engines.base import Engine, KnownNodes
 from holdfast.protocol.job_options import SshOptions
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.engines.shown import View
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 
 class Join(Engine):
@@ -31,7 +32,7 @@ class Join(Engine):
 
         return msgspec.structs.replace(spec, ssh=plan_ssh(options))
 
-    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> JobReport:
         """See `Engine.launch`."""
         from holdfast.engines.join.launcher import JoinLauncher
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.engines.shown import View
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 
 NODE_BYTES = 200 << 20
@@ -63,7 +64,7 @@ class Local(Engine):
         check_memory(spec.max_nodes + spec.spares, spec.nproc, available_bytes())
         return spec
 
-    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> JobReport:
         """See `Engine.launch`."""
         from holdfast.engines.local.launcher import LocalLauncher
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast.engines.base import Engine, KnownNodes
 from holdfast.protocol.job_options import SlurmOptions
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.engines.shown import View
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 
 class Slurm(Engine):
@@ -39,7 +40,7 @@ class Slurm(Engine):
         check_options(spec)
         return job_script(spec, jobs.job_dir(spec.name).absolute(), jobs.home().absolute())
 
-    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> JobReport:
         """Submits the job and follows it; the coordinator is on one of its nodes."""
         from holdfast.engines.slurm.submit import submit_and_follow
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,6 +21,7 @@ from holdfast.engines.slurm.entry import ThisNode
 from holdfast.engines.slurm.parse import JobLine
 from holdfast.errors import Damaged
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.leadership import claim_term, newest_term
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.wire.stored import decode_file
@@ -97,23 +96,24 @@ class SlurmLauncher(Launcher):
 
     # ------------------------------------------------------------ the end
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> JobReport:
         """See `Launcher.run`. `queued_again` in the report: the job goes on by itself, unless Slurm has decided otherwise."""
         report = await super().run()
-        return report | {"queued_again": self.spec.slurm.requeue and wants_requeue(report)}
+        again = self.spec.slurm.requeue and wants_requeue(report)
+        return msgspec.structs.replace(report, queued_again=again)
 
-    async def conclude(self, report: dict[str, Any]) -> None:
+    async def conclude(self, report: JobReport) -> None:
         """What becomes of the allocation: it ends, or is queued again with what the job still has to do, unless Slurm has
         decided already."""
         id, slurm = self.allocation, self._slurm_engine.slurm
-        again = bool(report["queued_again"])
+        again = report.queued_again
         try:
             job = await slurm.job(id)
             # Slurm has decided already where the job is in another state: cancelled by a person, or requeued
             # by a preemption. A second requeue would start it twice.
             again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
-                self.note(f"the job is queued again, to continue from its state: {report.get('reason')}")
+                self.note(f"the job is queued again, to continue from its state: {report.reason}")
                 await slurm.run("scontrol", "requeue", id)
                 return
             jobs.write_allocation(self.job_dir, Allocation(engine="slurm", id=id, over=True))
@@ -128,10 +128,10 @@ class SlurmLauncher(Launcher):
         return not self.fresh and job.state == "COMPLETING" and job.reason in SCRIPT_GONE
 
 
-def wants_requeue(report: Mapping[str, Any]) -> bool:
+def wants_requeue(report: JobReport) -> bool:
     """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop. By the report's
     `cause`, whatever its `reason` says."""
-    return report.get("outcome") in ("stopped", "failed") and report.get("cause") in WANTING
+    return report.outcome in ("stopped", "failed") and report.cause in WANTING
 
 
 def write_roster(job_dir: Path, nodes: set[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,9 +19,9 @@ from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.log_sources import LogSources
 from holdfast.observe.log_tail import Tail
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.job_view import JobView
 from holdfast.protocol.network.endpoint import read_endpoint
-from holdfast.protocol.wire.stored import decode_file
 
 LOOK_S = 1.0
 """Slurm has no event for a job that begins."""
@@ -152,7 +151,7 @@ class Submitter:
                 "minutes"
             )
 
-    async def follow(self) -> dict[str, Any]:
+    async def follow(self) -> JobReport:
         """Shows the job until it is over; returns its report. Ctrl-C once stops it in order, twice at once.
 
         Raises:
@@ -260,16 +259,16 @@ class Submitter:
         except SlurmError as error:
             self._view.note(str(error))
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> JobReport:
         self._mark_over()
-        path: Path = self._folder.path / "report.json"
         try:
-            report = decode_file(jobs.reports.decode, path)
+            return jobs.read_report(self._folder.path / "report.json")
         except (OSError, Damaged):
             if self._interrupts:
-                return {"outcome": "killed", "reason": "stopped at once", "incidents": []}
+                return JobReport(
+                    job=self._folder.path.name, incidents=[], outcome="killed", reason="stopped at once"
+                )
             raise HoldfastError(self._why_gone()) from None
-        return report
 
     def _mark_over(self) -> None:
         jobs.write_allocation(self._folder.path, Allocation(engine="slurm", id=self._id, over=True))
@@ -323,7 +322,7 @@ class RankZero:
         self._tail.close()
 
 
-async def submit_and_follow(spec: JobSpec, folder: JobFolder, view: View) -> dict[str, Any]:
+async def submit_and_follow(spec: JobSpec, folder: JobFolder, view: View) -> JobReport:
     """Returns the job's report."""
     shown = RankZero(Shown(view))
     try:

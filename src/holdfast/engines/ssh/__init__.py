@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast.engines.base import Engine, KnownNodes
 from holdfast.errors import UsageError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.engines.shown import View
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_report import JobReport
 
 _SHOWN = 8
 
@@ -61,7 +62,7 @@ class Ssh(Engine):
             )
         return msgspec.structs.replace(spec, ssh=ssh)
 
-    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> JobReport:
         """See `Engine.launch`."""
         from holdfast.engines.ssh.launcher import SshLauncher
 

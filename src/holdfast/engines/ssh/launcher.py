@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from holdfast import __version__
 from holdfast.engines.base import NodeProvider
@@ -17,6 +16,7 @@ from holdfast.engines.ssh.connection import Reach
 from holdfast.engines.ssh.engine import SshProvider, environment_of
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.network.sockets import listening
 from holdfast.protocol.wire.stored import read_stored_word
 
@@ -43,7 +43,7 @@ class SshLauncher(Launcher):
             post=self.post,
         )
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> JobReport:
         """Connects the hosts, then see `Launcher.run`.
 
         Raises:

@@ -24,6 +24,7 @@ from holdfast.kubernetes.commands.reach import KubernetesReach
 from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION, WORKER
 from holdfast.kubernetes.objects.status import ConditionType, JobStatus, status_of
 from holdfast.protocol.job import DEFAULT_LOG_LIMIT, LOG_KEPT_SHARE
+from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.notices import NoticeCause
 
 LAST_WORDS_S = 5.0
@@ -38,10 +39,10 @@ class Follower:
         allocation = jobs.read_allocation(folder)
         assert allocation is not None
         self._folder, self._view, self._allocation = folder, view, allocation
-        self._told: dict[str, Any] | None = None
+        self._told: JobReport | None = None
         self._said = ""
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> JobReport:
         """Ctrl-C, and a closed terminal, leave the job as it is."""
         leaves = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -61,7 +62,7 @@ class Follower:
                     f"the job continues without this command: `holdfast attach --job {name}` shows it again, "
                     f"`holdfast stop --job {name}` ends it"
                 )
-                return {"outcome": jobs.LEFT, "reason": "", "incidents": []}
+                return JobReport(job=name, incidents=[], outcome=jobs.LEFT)
             # A refusal, for example. Whoever waited for the operator's word instead would never see it.
             if watching.done() and watching.exception() is not None:
                 watching.result()
@@ -76,17 +77,19 @@ class Follower:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _report(self, status: JobStatus | None) -> dict[str, Any]:
+    def _report(self, status: JobStatus | None) -> JobReport:
         if self._told is not None:
             return self._told
         if status is None:
-            return {"outcome": "failed", "reason": "the job was deleted", "incidents": []}
+            return JobReport(
+                job=self._folder.name, incidents=[], outcome="failed", reason="the job was deleted"
+            )
         failed = status.condition(ConditionType.FAILED)
         outcome = "finished" if status.holds(ConditionType.COMPLETE) else "failed"
         # To the object a job that was stopped has not done what it is for. Who stopped it asked for that.
         if failed is not None and failed.reason == "Stopped":
             outcome = "stopped"
-        return {"outcome": outcome, "reason": status.reason or "", "incidents": []}
+        return JobReport(job=self._folder.name, incidents=[], outcome=outcome, reason=status.reason or "")
 
     async def _watch(self) -> None:
         reach = KubernetesReach(self._folder, self._allocation)
@@ -109,7 +112,7 @@ class Follower:
             elif announcement.kind == "log":
                 self._view.note(announcement.value["text"])
             elif announcement.kind == "ended":
-                if announcement.value.get("cause") == NoticeCause.PREEMPTION:
+                if announcement.value.cause == NoticeCause.PREEMPTION:
                     return True
                 self._told = announcement.value
         return False

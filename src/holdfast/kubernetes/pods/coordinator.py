@@ -7,7 +7,7 @@ import signal
 import sys
 
 from holdfast.errors import Damaged
-from holdfast.protocol.wire.stored import decode_file
+from holdfast.protocol.job_report import JobReport
 
 if __name__ == "__main__":
     # Before the other imports, which take a while: the kernel drops a SIGTERM that the first process of a container has no
@@ -18,9 +18,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -132,7 +130,7 @@ class CoordinatorPod:
     def _say_farewell(self) -> int:
         """0 where the job is over: Kubernetes does not start the container again. Else 75."""
         try:
-            report = decode_file(jobs.reports.decode, self._pod.folder / "report.json")
+            report = jobs.read_report(self._pod.folder / "report.json")
         except (OSError, Damaged):
             return EXIT_HANDED_OVER
         word = farewell(report)
@@ -144,23 +142,22 @@ class CoordinatorPod:
         _log.info("%s", text, extra=fields)
 
 
-def farewell(report: Mapping[str, Any]) -> Farewell:
+def farewell(report: JobReport) -> Farewell:
     """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else. With the last
     step and what is saved, since the operator has heard of these some seconds before the end."""
-    outcome, reason = str(report["outcome"]), str(report.get("reason") or "")
-    blame = report.get("blame") if outcome == "failed" else None
-    if blame is not None and blame["cause"] not in reason:
-        rank = "" if blame.get("rank") is None else f"rank {blame['rank']}"
-        node = f"on {blame['node']}" if blame.get("node") else ""
+    outcome, reason = str(report.outcome), report.reason or ""
+    blame = report.blame if outcome == "failed" else None
+    if blame is not None and blame.cause not in reason:
+        rank = "" if blame.rank is None else f"rank {blame.rank}"
+        node = f"on {blame.node}" if blame.node else ""
         where = " ".join(filter(None, (rank, node)))
-        reason = ": ".join(filter(None, (reason, where, str(blame["cause"]))))
-    saved = report.get("saved")
+        reason = ": ".join(filter(None, (reason, where, blame.cause)))
     return Farewell(
         outcome=outcome,
         reason=reason[:REASON_CHARS],
-        cause=str(report.get("cause") or ""),
-        step=report["steps"]["committed"] if "steps" in report else None,
-        checkpoint=None if saved is None else f"{saved['url']}/step-{saved['step']}",
+        cause=report.cause or "",
+        step=report.steps.committed if report.steps is not None else None,
+        checkpoint=None if report.saved is None else report.saved.where,
     )
 
 

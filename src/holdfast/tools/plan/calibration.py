@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,8 @@ import msgspec
 from holdfast import formulas
 from holdfast.errors import UsageError
 from holdfast.protocol.causes import CauseKind
+from holdfast.protocol.job_report import JobReport
+from holdfast.protocol.job_view import IncidentView
 from holdfast.protocol.phases import TimeClass
 
 FEW = 10
@@ -39,7 +41,7 @@ KINDS = {CauseKind.HANG: "hang", CauseKind.NODE: "node", CauseKind.PROCESS: "wor
 class PastRun(msgspec.Struct, frozen=True):
     """One past run: its report, and the workers on each node."""
 
-    report: Mapping[str, Any]
+    report: JobReport
     per_node: int = 1
 
 
@@ -104,14 +106,14 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
         raise UsageError(
             "these runs have no duration: world.history and goodput.wall_s are empty in their reports"
         )
-    incidents = [i for r in runs for i in r.report.get("incidents", [])]
+    incidents = [i for r in runs for i in r.report.incidents]
     # Somebody chose when an injected fault strikes, so it tells nothing about how often faults come by themselves.
-    natural = [i for i in incidents if not i.get("injected")]
+    natural = [i for i in incidents if not i.injected]
     counts: dict[str, int] = {}
     for incident in natural:
         counts[_kind(incident)] = counts.get(_kind(incident), 0) + 1
     rates = [_rate(kind, n, hours) for kind, n in sorted(counts.items())]
-    steps = [r.report["steps"]["median_s"] for r in runs if (r.report.get("steps") or {}).get("median_s")]
+    steps = [s.median_s for r in runs if (s := r.report.steps) is not None and s.median_s]
     spent_s, goodput = _spent(runs)
     return Calibration(
         runs=len(runs),
@@ -128,14 +130,14 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
 
 def _spent(runs: Sequence[PastRun]) -> tuple[dict[str, float], float | None]:
     """Wall time by class, and the share that was productive."""
-    told = [g for r in runs if (g := r.report.get("goodput") or {}).get("classes")]
+    told = [g for r in runs if (g := r.report.goodput) is not None and g.classes]
     spent_s = {
         kind.value: total
         for kind in TimeClass
-        if (total := math.fsum(float(g["classes"].get(kind, 0.0)) for g in told)) > 0
+        if (total := math.fsum(g.classes.get(kind, 0.0) for g in told)) > 0
     }
     # One run in which only the script knows which steps stayed makes the sum unknown, not smaller.
-    productive = [s for g in told if (s := g.get("productive_s")) is not None]
+    productive = [s for g in told if (s := g.productive_s) is not None]
     if not told or len(productive) < len(told):
         return spent_s, None
     return spent_s, math.fsum(productive) / max(math.fsum(spent_s.values()), 1e-9)
@@ -173,9 +175,9 @@ def why_no_rate(found: Calibration) -> str:
 
 def _node_hours(run: PastRun) -> float:
     """The world size over time, up to the end of the run."""
-    report = run.report
-    history = [(float(t), float(w)) for t, w in (report.get("world") or {}).get("history") or []]
-    end_s = float((report.get("goodput") or {}).get("wall_s") or 0.0)
+    world, goodput = run.report.world, run.report.goodput
+    history = world.history if world is not None else []
+    end_s = (goodput.wall_s or 0.0) if goodput is not None else 0.0
     # Each size holds until the next one was formed, the last until the end. Time before the first does not
     # count: there was no training that a failure could stop.
     ends = [*(t for t, _ in history[1:]), end_s][: len(history)]
@@ -183,10 +185,9 @@ def _node_hours(run: PastRun) -> float:
     return worker_s / max(1, run.per_node) / formulas.HOUR_S
 
 
-def _kind(incident: Mapping[str, Any]) -> str:
+def _kind(incident: IncidentView) -> str:
     """The kind of failure, as `plan simulate` names it."""
-    kind: Any = incident.get("cause_kind")
-    return KINDS.get(kind, "other")
+    return "other" if incident.cause_kind is None else KINDS.get(incident.cause_kind, "other")
 
 
 def _rate(kind: str, failures: int, node_hours: float) -> Rate:
@@ -194,7 +195,7 @@ def _rate(kind: str, failures: int, node_hours: float) -> Rate:
     return Rate(kind=kind, failures=failures, rate=failures / node_hours, low=low, high=high)
 
 
-def _time(phase: str, incidents: Sequence[Mapping[str, Any]]) -> Time | None:
+def _time(phase: str, incidents: Sequence[IncidentView]) -> Time | None:
     values = sorted(float(v) for i in incidents if (v := _phase(phase, i)) is not None)
     if not values:
         return None
@@ -203,11 +204,12 @@ def _time(phase: str, incidents: Sequence[Mapping[str, Any]]) -> Time | None:
     )
 
 
-def _phase(phase: str, incident: Mapping[str, Any]) -> float | None:
+def _phase(phase: str, incident: IncidentView) -> float | None:
     """One phase of an incident; None if the incident has none."""
     # One field has both times, told apart by how the incident was resolved: how long a spare took says nothing about how
     # long a new node takes.
     if phase in ("spare_s", "replace_s"):
-        found = incident.get("replace_s")
-        return found if (incident.get("rung") == SPARE) == (phase == "spare_s") else None
-    return incident.get(phase)
+        found = incident.replace_s
+        return found if (incident.rung == SPARE) == (phase == "spare_s") else None
+    one: float | None = getattr(incident, phase)
+    return one

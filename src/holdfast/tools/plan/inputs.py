@@ -10,6 +10,8 @@ import msgspec
 
 from holdfast import formulas
 from holdfast.errors import UsageError
+from holdfast.protocol.job_report import JobReport
+from holdfast.protocol.job_view import IncidentView
 from holdfast.tools.plan import quantities
 from holdfast.tools.plan.options import FIELDS
 
@@ -117,7 +119,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         return formulas.mtbf_hours(self.nodes, self.rate) * formulas.HOUR_S
 
 
-def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None, as_flags: bool = False) -> Inputs:
+def read(given: Mapping[str, Any], report: JobReport | None = None, as_flags: bool = False) -> Inputs:
     """Checks what was given.
 
     Args:
@@ -169,14 +171,14 @@ def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None, as_f
     )
 
 
-def from_report(report: Mapping[str, Any]) -> Times:
+def from_report(report: JobReport) -> Times:
     """Phase times as a job measured them: medians over its incidents.
 
     Raises:
         UsageError: it had no incident after which training continued.
     """
     # An incident that training did not survive has no stall: its times would be those of the person who restarted the job.
-    incidents = [i for i in report.get("incidents", []) if i.get("stall_s") is not None]
+    incidents = [i for i in report.incidents if i.stall_s is not None]
     if not incidents:
         raise UsageError(
             "report: there is no incident in it that training survived, so it does not contain recovery times; run a "
@@ -185,8 +187,8 @@ def from_report(report: Mapping[str, Any]) -> Times:
     stall = _median(incidents, "stall_s") or 0.0
     detect = _median(incidents, "detect_s") or 0.0
     # An incident that a spare ended has a `replace_s` too, but it measures the spare and not a new node.
-    replace = _median([i for i in incidents if i.get("rung") != "spare"], "replace_s")
-    source = f"measured: medians of {len(incidents)} incidents of job {report.get('job', '?')}"
+    replace = _median([i for i in incidents if i.rung != "spare"], "replace_s")
+    source = f"measured: medians of {len(incidents)} incidents of job {report.job}"
     if replace is None:
         replace = PRESETS["managed-cloud"].replace_s
         source += (
@@ -244,7 +246,7 @@ def _rates(given: Mapping[str, Any], nodes: int, as_flags: bool) -> dict[str, fl
     return {str(name): quantities.rate(f"rate.{name}", value) for name, value in rates.items()}
 
 
-def _times(given: Mapping[str, Any], preset: str, report: Mapping[str, Any] | None) -> Times:
+def _times(given: Mapping[str, Any], preset: str, report: JobReport | None) -> Times:
     if preset == "holdfast":
         if report is None:
             raise UsageError(
@@ -271,6 +273,6 @@ def _times(given: Mapping[str, Any], preset: str, report: Mapping[str, Any] | No
     return times
 
 
-def _median(incidents: list[Any], name: str) -> float | None:
-    values = sorted(float(i[name]) for i in incidents if i.get(name) is not None)
+def _median(incidents: list[IncidentView], name: str) -> float | None:
+    values = sorted(float(getattr(i, name)) for i in incidents if getattr(i, name) is not None)
     return values[len(values) // 2] if values else None

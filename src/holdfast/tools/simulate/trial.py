@@ -15,6 +15,8 @@ from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.errors import UsageError
+from holdfast.protocol.job_report import encode_report
+from holdfast.protocol.job_view import Goodput
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.tools.simulate.cluster import Cluster
 from holdfast.tools.simulate.machine import BEGIN_S, FewNames
@@ -165,11 +167,12 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: NodeTrace | None 
     finally:
         store.close()
     report = build_report(state, StepSummary(), BEGIN_S + trial.wall_s, told)
-    report["goodput"] = {
-        "wall_s": round(trial.wall_s, 3),
-        "productive_s": round(trial.spent.training, 3),
-        "share": round(trial.goodput, 4),
-    }
-    (folder / "report.json").write_bytes(msgspec.json.encode(report))
+    goodput = Goodput(
+        wall_s=round(trial.wall_s, 3),
+        productive_s=round(trial.spent.training, 3),
+        share=round(trial.goodput, 4),
+    )
+    report = msgspec.structs.replace(report, goodput=goodput)
+    (folder / "report.json").write_bytes(encode_report(report))
     (folder / "spec.json").write_bytes(msgspec.json.encode(state.spec))
     return trial
