@@ -21,14 +21,14 @@ from holdfast.observe.goodput import goodput_table, goodput_words, losses, losse
 from holdfast.observe.printable import printable
 from holdfast.protocol import units
 from holdfast.protocol.job_report import (
-    Final,
+    FinalState,
     InMemory,
     JobReport,
-    ReportedChange,
-    ReportedSteps,
+    ReportChange,
+    ReportSteps,
+    ReportWorld,
     SamplesShown,
     SnapshotCounts,
-    World,
 )
 from holdfast.protocol.job_view import BlameView, Goodput, IncidentView, Pace, SlowRank
 
@@ -172,7 +172,7 @@ def _add_figures(table: Table, report: JobReport) -> None:
         table.add_row("steps", "none: the script did not report steps to Holdfast")
         table.add_row("wall time", units.seconds(goodput.wall_s))
         return
-    steps, pace = report.steps or ReportedSteps(), report.pace or Pace()
+    steps, pace = report.steps or ReportSteps(), report.pace or Pace()
     table.add_row(
         "steps",
         f"{units.count(steps.committed)} committed, {units.count(steps.lost)} lost{_of(steps)}, "
@@ -187,18 +187,18 @@ def _add_figures(table: Table, report: JobReport) -> None:
             table.add_row(
                 "", f"{ettr} from the first start on, with {units.seconds(together.between_s)} between starts"
             )
-    world = report.world or World()
+    world = report.world or ReportWorld()
     table.add_row("workers", _world(world))
     if idle := _idle(world):
         table.add_row("idle", idle)
-    final = report.final or Final()
+    final = report.final or FinalState()
     table.add_row("loss", units.loss(final.loss))
     if logged := units.figures(msgspec.to_builtins(report.figures)):
         table.add_row("logged", Text(logged))
     table.add_row("parameters", _parameters(final))
 
 
-def _of(steps: ReportedSteps) -> str:
+def _of(steps: ReportSteps) -> str:
     """Where a script went on after a restart only it knows: what is known then is how much it did."""
     if steps.committed is not None or steps.computed is None:
         return ""
@@ -225,7 +225,7 @@ def _samples(samples: SamplesShown) -> str:
     return f"{word}{samples.why}{when}"
 
 
-def _world(world: World) -> str:
+def _world(world: ReportWorld) -> str:
     sizes: list[int] = []
     for _, size in world.history:
         if not sizes or sizes[-1] != size:
@@ -234,7 +234,7 @@ def _world(world: World) -> str:
     return f"{' → '.join(shown) or units.UNKNOWN} (target {units.text(world.target)})"
 
 
-def _idle(world: World) -> str:
+def _idle(world: ReportWorld) -> str:
     """What an uneven division cost, for each size that had one."""
     if not world.idle:
         return ""
@@ -243,7 +243,7 @@ def _idle(world: World) -> str:
     return f"{shown} workers: {micro} micro-batches do not divide evenly; see `holdfast plan`"
 
 
-def _parameters(final: Final) -> RenderableType:
+def _parameters(final: FinalState) -> RenderableType:
     # Three answers and not two. Nobody compared, where the script ended at level 0, is not the same as equal.
     equal = final.replicas_equal
     if equal is None:
@@ -253,7 +253,7 @@ def _parameters(final: Final) -> RenderableType:
     return Text("NOT equal in all replicas", style="bold red")
 
 
-def _covered(final: Final) -> str:
+def _covered(final: FinalState) -> str:
     """What was compared, and what was not."""
     covered, left_out = final.covered, final.left_out
     if not covered:
@@ -322,7 +322,7 @@ def _durations(incidents: Sequence[IncidentView]) -> Table:
     return table
 
 
-def _changes(changes: Sequence[ReportedChange]) -> Table:
+def _changes(changes: Sequence[ReportChange]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Planned changes", **_TITLED
     )

@@ -30,7 +30,7 @@ from holdfast.protocol.wire.decoding import decode
 VERSION = 1
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True):
+class ReportWorld(msgspec.Struct, frozen=True, kw_only=True):
     """How many workers there were."""
 
     target: int | None = None
@@ -43,7 +43,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that do not divide the micro-batches, and the share of workers that each leaves idle."""
 
 
-class ReportedSteps(StepCounts, frozen=True, kw_only=True):
+class ReportSteps(StepCounts, frozen=True, kw_only=True):
     """Steps since the job's start, and what they took."""
 
     median_s: float | None = None
@@ -51,7 +51,7 @@ class ReportedSteps(StepCounts, frozen=True, kw_only=True):
     """Those that count without an update."""
 
 
-class ReportedChange(msgspec.Struct, frozen=True, kw_only=True):
+class ReportChange(msgspec.Struct, frozen=True, kw_only=True):
     """A planned change of the membership: the fields of `ledger.Changed`."""
 
     id: int
@@ -67,7 +67,7 @@ class ReportedChange(msgspec.Struct, frozen=True, kw_only=True):
     incidents: list[int] = []
 
 
-class Final(msgspec.Struct, frozen=True, kw_only=True):
+class FinalState(msgspec.Struct, frozen=True, kw_only=True):
     """What training ended with."""
 
     loss: float | None = None
@@ -139,18 +139,18 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why it ended, in words."""
     cause: str | None = None
     """The same for programs, a `protocol.notices.NoticeCause`; None: nothing stopped it."""
-    world: World | None = None
-    steps: ReportedSteps | None = None
+    world: ReportWorld | None = None
+    steps: ReportSteps | None = None
     pace: Pace | None = None
     dropped: dict[str, int] | None = None
     """Rows that were removed from the ledger to save space, by what they were."""
     incidents: list[IncidentView]
-    changes: list[ReportedChange] = []
+    changes: list[ReportChange] = []
     slow: list[SlowRank] = []
     figures: dict[str, Logged] = {}
     """What the script logged, the newest value of each name."""
     goodput: Goodput | None = None
-    final: Final | None = None
+    final: FinalState | None = None
     saved: Durable | None = None
     """The newest checkpoint in a durable tier."""
     unread: list[str] = []

@@ -30,13 +30,13 @@ from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.protocol import units
 from holdfast.protocol.job_report import (
-    Final,
+    FinalState,
     InMemory,
     JobReport,
-    ReportedChange,
-    ReportedSteps,
+    ReportChange,
+    ReportSteps,
+    ReportWorld,
     SnapshotCounts,
-    World,
 )
 from holdfast.protocol.job_view import (
     BlameView,
@@ -354,13 +354,13 @@ def build_report(
         outcome=membership.outcome,
         reason=membership.stop_reason,
         cause=membership.stop_cause,
-        world=World(
+        world=ReportWorld(
             target=state.target,
             history=list(membership.history),
             micro_batches=membership.micro_batches,
             idle=_idle(state),
         ),
-        steps=ReportedSteps(
+        steps=ReportSteps(
             **msgspec.structs.asdict(step_counts(state, steps.count)),
             median_s=_median_s(state, steps.median_s),
             skipped=steps.skipped,
@@ -368,11 +368,11 @@ def build_report(
         pace=pace_of(state, now),
         dropped=steps.dropped,
         incidents=[*forgotten, *(_incident(state, i) for i in state.incidents)],
-        changes=[ReportedChange(**change) for change in changes],
+        changes=[ReportChange(**change) for change in changes],
         slow=[slow_rank(x) for x in state.health.slow],
         figures=logged(state),
         goodput=goodput_of(state, now),
-        final=Final(
+        final=FinalState(
             loss=steps.loss,
             params_xxh3=":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
             # Unknown where nobody said a digest, and false as soon as two differ: a job of one replica is
@@ -410,7 +410,7 @@ def _in_memory(state: CoreState) -> InMemory | None:
 
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:
-    """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
+    """ReportWorld sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
     sizes = sorted({world for _, world in state.membership.history})
     return [(world, round(idle, 4)) for world in sizes if (idle := queries.idle(state, world))]
 
