@@ -364,8 +364,8 @@ def test_user_code_that_raises_is_retried_then_restarted_then_blamed():
     desk.fails("n0.0#3", 5)
     assert desk.state.membership.outcome == "failed"
     assert desk.state.membership.stop_reason == "the same error at step 5 in 3 attempts on 2 workers"
-    assert str(desk.state.membership.blame.cause) == "ValueError in forward: bad"
-    assert desk.state.membership.blame.rank == 0
+    assert str(desk.state.membership.root_cause.cause) == "ValueError in forward: bad"
+    assert desk.state.membership.root_cause.rank == 0
 
 
 def test_not_a_number_on_all_ranks_at_once_is_retried_in_process():
@@ -510,9 +510,9 @@ def test_the_same_error_before_the_first_step_on_two_nodes_is_the_scripts():
         )
         desk.exits(worker, 1)
     assert desk.state.membership.outcome == "failed"
-    assert str(desk.state.membership.blame.cause) == "KeyError: 'x'"
-    assert desk.state.membership.blame.node == "n0"
-    assert desk.state.membership.blame.tail == ["last line"]
+    assert str(desk.state.membership.root_cause.cause) == "KeyError: 'x'"
+    assert desk.state.membership.root_cause.node == "n0"
+    assert desk.state.membership.root_cause.tail == ["last line"]
 
 
 def test_the_budget_ends_restarts_and_then_the_job():

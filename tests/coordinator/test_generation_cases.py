@@ -117,7 +117,7 @@ def test_an_error_that_tells_of_a_lost_node_before_it_is_missed_is_not_the_worke
     assert "Connection closed by peer" in incident.evidence[0].text
     assert desk.state.membership.failures == []
     assert desk.state.membership.nodes["n0"].failures == 0
-    assert desk.state.membership.blame.node == "n1"
+    assert desk.state.membership.root_cause.node == "n1"
     assert [n for n, _ in desk.sent(m.StartWorker)][2:] == ["n0", "n2"]
 
 
@@ -135,7 +135,7 @@ def test_an_error_that_tells_of_a_killed_worker_is_not_the_one_s_who_raised_it()
     desk.exits("n0.1#2", -9)
     assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [1])]
     assert str(desk.incidents()[0].cause) == "killed by signal 9 (SIGKILL)"
-    assert (desk.state.membership.blame.rank, desk.state.membership.failures) == (1, [])
+    assert (desk.state.membership.root_cause.rank, desk.state.membership.failures) == (1, [])
 
 
 def test_a_worker_that_was_killed_by_us_explains_no_error():
@@ -159,7 +159,7 @@ def test_without_restarts_too_the_worker_that_was_killed_is_named():
     loses_its_peer(desk, "n0.0#1")
     desk.exits("n1.0#2", -9)
     assert desk.state.membership.outcome == "failed"
-    assert (desk.state.membership.blame.node, desk.state.membership.blame.rank) == ("n1", 1)
+    assert (desk.state.membership.root_cause.node, desk.state.membership.root_cause.rank) == ("n1", 1)
 
 
 def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
@@ -170,8 +170,8 @@ def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
     end(desk)
     assert desk.state.membership.outcome == "failed"
     assert desk.state.membership.stop_reason == "the same error in 2 attempts in a row"
-    assert (desk.state.membership.blame.node, desk.state.membership.blame.rank) == ("n0", 0)
-    assert str(desk.state.membership.blame.cause) == "SyntaxError: invalid syntax"
+    assert (desk.state.membership.root_cause.node, desk.state.membership.root_cause.rank) == ("n0", 0)
+    assert str(desk.state.membership.root_cause.cause) == "SyntaxError: invalid syntax"
     assert desk.did(e.End)[0].outcome == "failed"
 
 
@@ -327,9 +327,9 @@ def test_a_hang_after_the_last_restart_is_blamed_on_its_rank():
     desk = launched(3, max_restarts=0)
     hang(desk, "n1")
     end(desk)
-    blame = desk.state.membership.blame
-    assert (blame.rank, blame.node, blame.step) == (1, "n1", 20)
-    assert str(blame.cause).startswith("hang: has not entered all_reduce 41")
+    root_cause = desk.state.membership.root_cause
+    assert (root_cause.rank, root_cause.node, root_cause.step) == (1, "n1", 20)
+    assert str(root_cause.cause).startswith("hang: has not entered all_reduce 41")
     assert desk.state.membership.outcome == "failed"
 
 

@@ -53,8 +53,8 @@ def test_it_left_too_early(left, failed):
     (incident,) = desk.incidents()
     assert incident.cause == causes.LeftEarly("exit code 1")
     assert (incident.node, incident.ranks) == ("n1", [1])
-    blame = desk.state.membership.blame
-    assert (blame.rank, blame.node, blame.log) == (1, "n1", "log")
+    root_cause = desk.state.membership.root_cause
+    assert (root_cause.rank, root_cause.node, root_cause.log) == (1, "n1", "log")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.coordinator.kernel.incidents import ScriptFault, script_fault
-from holdfast.coordinator.kernel.state import Blame, Failure
+from holdfast.coordinator.kernel.state import Failure, RootCause
 from holdfast.coordinator.membership.policy import (
     NodeFault,
     Report,
@@ -341,9 +341,9 @@ def test_exits_in_words():
 def test_a_signature_is_the_exception_or_how_the_process_ended():
     assert (
         failure_signature(
-            Blame(cause="x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited(worker="w", code=1)
+            RootCause(cause="x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited(worker="w", code=1)
         )
         == "KeyError: 'a'"
     )
-    assert failure_signature(Blame(cause="x"), Exited(worker="w", code=-11)) == "signal 11"
-    assert failure_signature(Blame(cause="x"), Exited(worker="w", code=2)) == "exit code 2"
+    assert failure_signature(RootCause(cause="x"), Exited(worker="w", code=-11)) == "signal 11"
+    assert failure_signature(RootCause(cause="x"), Exited(worker="w", code=2)) == "exit code 2"

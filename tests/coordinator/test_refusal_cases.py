@@ -56,8 +56,8 @@ def test_before_the_first_step_one_refusal_ends_the_job(make, nodes):
     assert ended(desk) == "failed"
     membership = desk.state.membership
     assert membership.stop_reason == REASON
-    assert str(membership.blame.cause) == "UsageError: there is no train.stpes"
-    assert (membership.blame.node, membership.blame.traceback) == (
+    assert str(membership.root_cause.cause) == "UsageError: there is no train.stpes"
+    assert (membership.root_cause.node, membership.root_cause.traceback) == (
         "n0",
         "UsageError: there is no train.stpes",
     )
@@ -139,7 +139,7 @@ def test_a_job_that_finds_nobody_else_says_what_the_last_one_refused():
             desk.parks(worker, 5)
     membership = desk.state.membership
     assert membership.outcome == "failed"
-    assert "stpes" in str(membership.blame.cause)
+    assert "stpes" in str(membership.root_cause.cause)
 
 
 def test_a_newcomer_that_refuses_beside_workers_that_train_gives_no_node_up():

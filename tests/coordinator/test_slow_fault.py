@@ -32,7 +32,7 @@ def test_a_node_is_slow_in_all_of_its_workers_and_a_rank_is_one():
     members = desk.state.membership.generation.members
     injector = Injector(())
     spec = parse_fault("slow=1.5x,rank=1")
-    (strike,) = injector.strike_now(injector.add(spec, 0.0), desk.state)
-    assert isinstance(strike.message, m.RunFault)
-    assert strike.message.worker == members[1].worker
-    assert strike.message.fault.factor == 1.5
+    (order,) = injector.fire_now(injector.add(spec, 0.0), desk.state)
+    assert isinstance(order.message, m.RunFault)
+    assert order.message.worker == members[1].worker
+    assert order.message.fault.factor == 1.5

@@ -60,7 +60,7 @@ train/step:Step.__iter__ by Step
             train/reduction:GradientSum.expect
 train/step:Step.backward by Step
     train/step:Step._say_weight
-        train/replica:Replica.tell
+        train/replica:Replica.send_weights
             train/control_channel:ControlChannel.send
     train/replica:Replica.backward
         train/reduction:GradientSum.before_backward
@@ -83,7 +83,7 @@ train/step:Step.apply by Step
         train/state_guard:StateGuard.before_update
         train/reduction:BucketedSum.check_sealed
     train/step:Step._scale
-        train/replica:Replica.hear
+        train/replica:Replica.receive_weights
             train/control_channel:ControlChannel.receive
     train/replica:Replica.reduce
         train/reduction:GradientSum.flush
@@ -245,7 +245,7 @@ engines/launcher:Launcher._watch by JobClient
 """,
     forms="""
 protocol/messages:Exited agent/coordinator_link:Letter coordinator/kernel/events:NodeSays
-coordinator/service/queues:QueuedEvent coordinator/kernel/context:AwaitChecksums coordinator/kernel/state:Blame
+coordinator/service/queues:QueuedEvent coordinator/kernel/context:AwaitChecksums coordinator/kernel/state:RootCause
 protocol/causes:ProcessEnded coordinator/kernel/state:Failure coordinator/kernel/state:Incident
 protocol/ledger:WorkerExited protocol/ledger:IncidentOpened protocol/ledger:Broke protocol/messages:Break
 coordinator/kernel/events:Record coordinator/kernel/events:Send coordinator/service/store:LedgerEntry

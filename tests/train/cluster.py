@@ -98,7 +98,7 @@ class Worker(Replica):
             share=lambda: WorkShare(
                 micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
             ),
-            words=lambda: [len(mine) for mine in shares(count, world)],
+            message_counts=lambda: [len(mine) for mine in shares(count, world)],
         )
 
     def begin_step(self):

@@ -50,7 +50,7 @@ def joins_soon(cluster, number):
         heard = cluster.each(
             lambda m: m.send(1, (float(m.rank), 0.0, 0.0)) or m.receive(1, [(9.0, 0.0, 0.0)]), meshes
         )
-        assert [word[0] for word in heard[0]] == [9.0, 1.0, 2.0]
+        assert [message[0] for message in heard[0]] == [9.0, 1.0, 2.0]
         assert took_s < SOON_S
 
 
@@ -261,8 +261,8 @@ def test_large_values_cross(count):
             values = [store.get(f"key-{rank}") for rank in range(count)]
             store.finish()
             mesh.send(3, (float(mesh.rank), 0.0, 0.0))
-            words = mesh.receive(3, [(float(mesh.rank), 0.0, 0.0)])
-            return values == [bytes([r]) * size for r in range(count)] and [w[0] for w in words] == list(
+            messages = mesh.receive(3, [(float(mesh.rank), 0.0, 0.0)])
+            return values == [bytes([r]) * size for r in range(count)] and [w[0] for w in messages] == list(
                 range(count)
             )
 

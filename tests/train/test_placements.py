@@ -16,7 +16,7 @@ from holdfast.errors import CollectiveFault, StateError, UsageError
 from holdfast.protocol.messages import Generation, Member
 from holdfast.tensors.dtensor_shards import like, local_of, piece_of
 from holdfast.train import restore, state_image
-from holdfast.train.place import share_of, weighs, words
+from holdfast.train.place import message_counts, share_of, weighs
 from holdfast.train.placements import counted_here, is_spread, why_not
 from holdfast.train.sharding import Sharding
 from holdfast.train.state_guard import StateGuard
@@ -297,7 +297,7 @@ def test_workers_that_share_a_sample_each_weigh_their_part():
     members = [Member(rank=r, worker=f"w{r}", node="n", slot=0, replica=0, shard_index=r) for r in range(8)]
     form = Generation(number=1, members=tuple(members), start=0, shape=(2, 4), groups_connected_in=(1,))
     assert [weighs(form, r, 2) for r in range(8)] == [True, False] * 4
-    assert words(6, form, 2) == [3, 0] * 4
+    assert message_counts(6, form, 2) == [3, 0] * 4
     assert [list(share_of(6, form, r).micro_batches) for r in (0, 3, 4)] == [[0, 2, 4], [0, 2, 4], [1, 3, 5]]
 
 

@@ -16,7 +16,7 @@ from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import restore
 from holdfast.train.buffer_rules import BufferRules
-from holdfast.train.place import Place, share_of, weighs, words
+from holdfast.train.place import Place, message_counts, share_of, weighs
 from holdfast.train.sharding import Sharding
 
 WIDTH, OUT = 10, 7
@@ -220,7 +220,7 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
     ]
     assert sorted(weighed) == list(range(count))
     said = [len(share_of(count, form, r).micro_batches) * weighs(form, r) for r in range(len(form.members))]
-    assert words(count, form) == said
+    assert message_counts(count, form) == said
     for row in range(rows):  # the workers of a replica make the same number of passes
         size = form.shard_count
         shares = [share_of(count, form, r) for r in range(row * size, (row + 1) * size)]

@@ -17,7 +17,7 @@ def summed(*values):
     """What each worker gives, in the order of the ranks."""
     given = [addends(v) for v in values]
     assert len({g.fingerprint for g in given}) == 1
-    return given[0].total([g.words() for g in given])
+    return given[0].total([g.messages() for g in given])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -126,7 +126,7 @@ class Core(Context):
             self._advance()
             self._attribute()
             # Forgetting comes last. What is dropped here may still have been needed by the handlers of this very
-            # batch, for example the blame of a worker that is gone.
+            # batch, for example the root cause of a worker that is gone.
             nodes.forget(self)
             failures.forget(self)
             admission.forget(self)
@@ -221,8 +221,8 @@ class Core(Context):
                 resize.stay(self, node)
             case context.HandleReport(worker, report):
                 self._worker_says(worker, report, 0.0)
-            case context.StopJob(reason, outcome, blame, cause):
-                shutdown.request(self, reason, outcome, blame, cause=cause)
+            case context.StopJob(reason, outcome, root_cause, cause):
+                shutdown.request(self, reason, outcome, root_cause, cause=cause)
             case context.NoteWaits(data_s, slow_s):
                 wall_time.waited(self.state, data_s, slow_s)
             case context.SwapLemons():
@@ -267,7 +267,7 @@ class Core(Context):
                 triage.decide(self, incident)
             case context.Escalate(node, incident, does, reason):
                 triage.escalated(self, node, incident, does, reason)
-            case context.NoteStrike(incident):
+            case context.NoteWorkerEnded(incident):
                 triage.struck(self, incident)
             case context.CompareSteps(worker, message):
                 comparison.heard(self, worker, message.spent)

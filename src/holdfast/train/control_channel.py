@@ -29,10 +29,10 @@ from holdfast.protocol.wire.frames import Codec, body_of, missing, pack, read_ex
 CONNECT_S = 5.0
 """Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""
 
-Word = tuple[float, float, float]
-_WORD = struct.Struct("<Qddd")  # step, three numbers
+ControlMessage = tuple[float, float, float]
+_MESSAGE = struct.Struct("<Qddd")  # step, three numbers
 OF_A_SUM = 1 << 63
-"""Added to the step's number in words of `Step.sum`: a member that makes no sum must not take them for weights."""
+"""Added to the step's number in messages of `Step.sum`: a member that makes no sum must not take them for weights."""
 
 _TAG_KEY, _TAG_END = 1, 2
 _HEAD = struct.Struct("<BI")
@@ -188,7 +188,7 @@ class ControlChannel:
         address = (member.host, member.vote_port)
         family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-        # A member that is gone without a word (a lost node) answers no SYN. Without the socket in the list
+        # A member that is gone without a sign (a lost node) answers no SYN. Without the socket in the list
         # `abort` could not end this call, and the worker would be away for CONNECT_S at every fault.
         self._add(member.rank, sock)  # before it is connected: `abort` frees a call to a silent node
         sock.settimeout(CONNECT_S)
@@ -197,7 +197,7 @@ class ControlChannel:
 
     def _add(self, rank: int, sock: socket.socket) -> None:
         # A vote is 32 bytes and closes a step. Nagle's algorithm would hold it until the peer has
-        # acknowledged the word before, up to 40 ms.
+        # acknowledged the message before, up to 40 ms.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The same order as everywhere here: first in the list, then the flag. `abort` sets the flag and then
         # walks over the list, so one of the two sees the other.
@@ -226,14 +226,14 @@ class ControlChannel:
         for sock in self.sockets():
             sock.close()
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ messages
 
-    def send(self, step: int, *words: Word) -> None:
-        """Sends words of three numbers for this step to every peer."""
-        # One write for all words: with the exact reduction there is one for each micro-batch. It cannot block
-        # for long, because a peer's socket buffer is larger than all words of one step, which it reads before
+    def send(self, step: int, *messages: ControlMessage) -> None:
+        """Sends messages of three numbers for this step to every peer."""
+        # One write for all messages: with the exact reduction there is one for each micro-batch. It cannot block
+        # for long, because a peer's socket buffer is larger than all messages of one step, which it reads before
         # the next.
-        data = b"".join(_WORD.pack(step, *word) for word in words)
+        data = b"".join(_MESSAGE.pack(step, *message) for message in messages)
         for rank, sock in self._peers.items():
             try:
                 sock.sendall(data)
@@ -241,30 +241,34 @@ class ControlChannel:
                 if not self.fails_on_receive:
                     raise CollectiveFault(f"lost rank {rank}: {error}") from error
 
-    def receive(self, step: int, own: Sequence[Word], counts: Sequence[int] | None = None) -> list[Word]:
+    def receive(
+        self, step: int, own: Sequence[ControlMessage], counts: Sequence[int] | None = None
+    ) -> list[ControlMessage]:
         """What every member said for this step, in the order of the ranks: so all add it up alike.
 
         Args:
             own: what this member said.
-            counts: how many words each member said; one, if not given.
+            counts: how many messages each member said; one, if not given.
         """
-        words: list[Word] = []
+        messages: list[ControlMessage] = []
         for rank in range(self.size):
-            # Everybody adds up in the order of the ranks, its own word in its place. Floating point addition
+            # Everybody adds up in the order of the ranks, its own message in its place. Floating point addition
             # depends on the order: any other one would give each replica another scale, and the replicas
             # would drift apart.
             if rank == self.rank:
-                words += own
+                messages += own
             else:
                 self.waits(rank)
-                words += [self._receive_one(rank, step) for _ in range(counts[rank] if counts else 1)]
+                messages += [self._receive_one(rank, step) for _ in range(counts[rank] if counts else 1)]
         self.waits(-1)
-        return words
+        return messages
 
-    def receive_heads(self, step: int, head: Word, own: Sequence[Word]) -> list[tuple[Word, list[Word]]]:
-        """What every member said for this step, in the order of the ranks: a word whose second number says how many words
+    def receive_heads(
+        self, step: int, head: ControlMessage, own: Sequence[ControlMessage]
+    ) -> list[tuple[ControlMessage, list[ControlMessage]]]:
+        """What every member said for this step, in the order of the ranks: a message whose second number says how many messages
         follow it, and those."""
-        reports: list[tuple[Word, list[Word]]] = []
+        reports: list[tuple[ControlMessage, list[ControlMessage]]] = []
         for rank in range(self.size):
             if rank == self.rank:
                 reports.append((head, list(own)))
@@ -275,16 +279,16 @@ class ControlChannel:
         self.waits(-1)
         return reports
 
-    def _receive_one(self, rank: int, step: int) -> Word:
+    def _receive_one(self, rank: int, step: int) -> ControlMessage:
         try:
             # No time limit. How long a peer may take is the coordinator's decision, because it alone sees all
             # of them; `abort` ends the wait.
-            word = self._peers[rank].recv(_WORD.size, socket.MSG_WAITALL)
+            message = self._peers[rank].recv(_MESSAGE.size, socket.MSG_WAITALL)
         except OSError as error:
             raise CollectiveFault(f"lost rank {rank}: {error}") from error
-        if len(word) < _WORD.size:
+        if len(message) < _MESSAGE.size:
             raise CollectiveFault(f"lost rank {rank}: its connection closed")
-        their_step, a, b, c = _WORD.unpack(word)
+        their_step, a, b, c = _MESSAGE.unpack(message)
         if (their_step ^ step) & OF_A_SUM:
             here, there = ("is", "is not") if step & OF_A_SUM else ("is not", "is")
             raise UsageError(
@@ -292,7 +296,7 @@ class ControlChannel:
                 "same steps, equally often and in the same order; not on one rank only"
             )
         # The stream has no other frame than the step's number. If two members are at different steps, one has
-        # committed what the other has not, and adding their words up would hide it.
+        # committed what the other has not, and adding their messages up would hide it.
         if their_step != step:
             raise CollectiveFault(f"rank {rank} is at step {their_step}, this rank at {step}")
         return a, b, c
@@ -301,7 +305,7 @@ class ControlChannel:
 class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
     """A torch.distributed Store whose keys travel over the control channel and live no longer than one generation.
 
-    After `finish` the control channel carries words: a key that a process group sets later (NCCL's watchdog may) stays here.
+    After `finish` the control channel carries messages: a key that a process group sets later (NCCL's watchdog may) stays here.
     """
 
     def __init__(self, channel: ControlChannel) -> None:
@@ -393,11 +397,11 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
             del self._unsent[rank]
 
     def _read(self, rank: int) -> None:
-        """What has come of a peer's next frame, and nothing behind it: after the last one the control channel's words follow."""
+        """What has come of a peer's next frame, and nothing behind it: after the last one the control channel's messages follow."""
         frame = self._unread[rank]
         size = _HEAD.unpack_from(frame)[1] if len(frame) >= _HEAD.size else 0
         try:
-            # Exactly what is missing of one frame is read. A larger read would take words that follow the
+            # Exactly what is missing of one frame is read. A larger read would take messages that follow the
             # last frame, and the vote that they belong to would wait for ever.
             data = self._channel._peers[rank].recv(_HEAD.size + size - len(frame), socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The connections of one generation: the control channel for words between all, gloo for gradients between those that hold the
+"""The connections of one generation: a control channel between all members, gloo for the gradients of those that hold the
 same shard, and, where a replica has several workers, its own groups (`reconnectable_group`)."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GenerationGroup(GlooGroup):
         if self._replica_groups is not None and self._connects_replica:
             where = f"replica-{self._own.replica}"
             self._replica_groups.connect(lambda name: PrefixStore(f"{where}/{name}", store), self.generation)
-        # After this the same sockets carry words. A key that still came would be read as a word, so every
+        # After this the same sockets carry messages. A key that still came would be read as one, so every
         # member waits until every other one has said that it sends none.
         store.finish()
         # `abort` may have run while `store.finish` was the only thing going on. Its caller believes that

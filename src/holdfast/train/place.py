@@ -73,7 +73,7 @@ def share_of(micro_batches: int, generation: Generation, rank: int) -> WorkShare
     )
 
 
-def words(micro_batches: int, generation: Generation, alike: int | None = None) -> list[int]:
+def message_counts(micro_batches: int, generation: Generation, alike: int | None = None) -> list[int]:
     """How many micro-batches every member weighs, in the order of the ranks. alike: as in `weighs`."""
     computing, leaves = generation.replicas, micro_batches // generation.shape[0]
     alike = alike or generation.shape[1]
@@ -209,7 +209,7 @@ class Place:
         assert self.form is not None
         return weighs(self.form.generation, self.rank, self._alike)
 
-    def words(self) -> list[int]:
-        """How many words every member says of a step under the exact reduction."""
+    def message_counts(self) -> list[int]:
+        """Number of control messages that each member sends about a step under the exact reduction, by rank."""
         assert self.form is not None
-        return words(self.micro_batches, self.form.generation, self._alike)
+        return message_counts(self.micro_batches, self.form.generation, self._alike)

@@ -33,7 +33,7 @@ from holdfast.train.step_report import CommittedStep, PhaseReport, ProgressRepor
 from holdfast.train.step_sum import summed
 
 if TYPE_CHECKING:
-    from holdfast.train.control_channel import Word
+    from holdfast.train.control_channel import ControlMessage
     from holdfast.train.sharding import Sharding
 
 _log = logging.getLogger(__name__)
@@ -473,19 +473,19 @@ class Replica:
 
     # ------------------------------------------------------------ what all members say of a step
 
-    def tell(self, step: int, words: Sequence[Word]) -> None:
-        """Tells all members what this worker's micro-batches weigh."""
-        self._group.channel.send(step, *words)
+    def send_weights(self, step: int, messages: Sequence[ControlMessage]) -> None:
+        """Sends the weights of this worker's micro-batches to all members."""
+        self._group.channel.send(step, *messages)
 
-    def hear(self, step: int, own: Sequence[Word]) -> list[Word]:
-        """What all members' micro-batches weigh, in the order of the ranks. own: what this one told."""
-        counts = self.place.words() if self.gradients.exact else None
+    def receive_weights(self, step: int, own: Sequence[ControlMessage]) -> list[ControlMessage]:
+        """The weights of all members' micro-batches, in the order of the ranks. own: what this worker sent."""
+        counts = self.place.message_counts() if self.gradients.exact else None
         return self._group.channel.receive(step, own, counts)
 
-    def exchange(self, step: int, word: Word) -> list[Word]:
-        """Every member says one word, and hears those of all, in the order of the ranks."""
-        self._group.channel.send(step, word)
-        return self._group.channel.receive(step, [word])
+    def exchange(self, step: int, message: ControlMessage) -> list[ControlMessage]:
+        """Sends one control message to every member; returns those of all members, in the order of the ranks."""
+        self._group.channel.send(step, message)
+        return self._group.channel.receive(step, [message])
 
     def sum(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """As `Step.sum`."""
@@ -519,7 +519,7 @@ class Replica:
         """
         if self.sharding is not None:
             self.state.buffer_rules.reduce_inside(self.sharding)
-        # Before what is left is launched: sums of other parameters would be of another size. The words were sent before
+        # Before what is left is launched: sums of other parameters would be of another size. The messages were sent before
         # the last backward pass of each worker, without which no sum can be complete.
         scale()
         self.gradients.fresh = False
@@ -534,10 +534,10 @@ class Replica:
         self._group.intact()
         if shards == 1:
             return squares if squares >= 0 else math.nan
-        words = self.exchange(step, (squares, 0.0, 0.0))
+        messages = self.exchange(step, (squares, 0.0, 0.0))
         # Ranks 0 to shards - 1 are one complete replica. All replicas hold the same sums, so one of them is
         # enough; adding all would count each square several times, and the members beside them hold nothing.
-        total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
+        total = sum(messages[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
     def reduce_buffers(self) -> None:
@@ -547,7 +547,7 @@ class Replica:
     def vote(self, step: int) -> None:
         """Closes the reduction: returns when every member holds the complete gradient.
 
-        The word also carries whether the generation is to end at this commit, so all leave together, and rank 0's
+        The message also carries whether the generation is to end at this commit, so all leave together, and rank 0's
         whether it is to be saved.
         """
         self.enter(Phase.VOTE, step)
@@ -555,16 +555,16 @@ class Replica:
         # deciding on it now would be a decision of this worker alone, and the others would train on.
         ends = 1.0 if self.link.yielding(self.place.generation) else 0.0
         saves = 1.0 if self.place.rank == 0 and self.state.snapshots.due(step + 1) else 0.0
-        channel, word = self._group.channel, (1.0, ends, saves)
-        channel.send(step, word)
+        channel, message = self._group.channel, (1.0, ends, saves)
+        channel.send(step, message)
         self._phases.alive()
         # A member votes once its gradient is complete. So whoever has heard all votes knows that each member
-        # can make this update without another word from anybody: this is what makes the commit safe although
+        # can make this update without another message from anybody: this is what makes the commit safe although
         # members may be lost in the next moment.
-        words = channel.receive(step, [word])
-        # Any member may ask, and all see the same words, so all leave at the same commit.
-        self._ends_here = any(e > 0 for _, e, _ in words)
-        if any(x > 0 for _, _, x in words):
+        messages = channel.receive(step, [message])
+        # Any member may ask, and all see the same messages, so all leave at the same commit.
+        self._ends_here = any(e > 0 for _, e, _ in messages)
+        if any(x > 0 for _, _, x in messages):
             self.state.snapshots.want()
 
     # ------------------------------------------------------------ a step's update

@@ -22,7 +22,7 @@ from holdfast.train.replica import Replica, StepStage, Transaction
 from holdfast.train.step_report import CommittedStep
 
 if TYPE_CHECKING:
-    from holdfast.train.control_channel import Word
+    from holdfast.train.control_channel import ControlMessage
     from holdfast.train.data_cursor import DataCursor
 
 
@@ -98,12 +98,12 @@ class Step:
         self._replay_every = replay_every
         self._loss_scale = 1.0
         self._lr: float | None = None
-        self._words: list[Word] = []
+        self._messages: list[ControlMessage] = []
         self._layout = 0.0
         self._mine = range(0)
         self._loaded: dict[int, Any] = {}
         self._left: int | None = None
-        self._sent: list[Word] | None = None
+        self._sent: list[ControlMessage] | None = None
         self._waited = False
         self._entered = False
         self._replay: Replay | None = None
@@ -204,7 +204,7 @@ class Step:
             # Asked for when the backward pass is queued: so the GPU need not wait for the host.
             later = staging.number(loss.detach())
         else:
-            self._words.append((float(weight), float(loss.detach()), self._layout))
+            self._messages.append((float(weight), float(loss.detach()), self._layout))
         # The weight goes out before the last backward pass, so all weights have arrived when the sums are
         # complete, and the scale costs no wait.
         if last:
@@ -214,7 +214,7 @@ class Step:
         with replica.backward(self._micro, last):
             loss.backward()  # type: ignore[no-untyped-call]
             if later is not None:
-                self._words.append((float(weight), later(), self._layout))
+                self._messages.append((float(weight), later(), self._layout))
                 if last:
                     self._say_weight()
         self._check_added(last)
@@ -260,7 +260,7 @@ class Step:
         loss = replica.run_schedule(schedule, args, target, more, self._micro, last)
         # The stages weigh the micro-batch together, as workers that share a sample do: the last one says all of it.
         is_last = schedule._stage.is_last
-        self._words.append((float(weight) if is_last else 0.0, loss if is_last else 0.0, self._layout))
+        self._messages.append((float(weight) if is_last else 0.0, loss if is_last else 0.0, self._layout))
         self._check_added(last)
 
     def _taken(self, call: str) -> bool:
@@ -270,7 +270,7 @@ class Step:
                 f"step {self.index}: {call} must be called once for every micro-batch of the step"
             )
         if self._left == len(self._mine):
-            # Layers that were thawed since the step began: the words that go out say which are trained now.
+            # Layers that were thawed since the step began: the messages that go out say which are trained now.
             self._replica.gradients.admit()
             self._layout = float(self._replica.gradients.layout)
         self._left -= 1
@@ -313,7 +313,7 @@ class Step:
         if (
             not self._entered
             or self._transaction.stage is not StepStage.OPEN
-            or self._words
+            or self._messages
             or self._sent is not None
         ):
             raise UsageError(
@@ -427,7 +427,7 @@ class Step:
             GradientMismatch: their bits are not the same.
         """
         rank = self._replica.place.rank
-        # The words of the weights come before, on the same connections.
+        # The messages with the weights come before, on the same connections.
         self._replica.enter(Phase.REDUCE, self.index)
         own = self._exact.digest_apart() if rank == replay.owner else None
         if rank == replay.checker:
@@ -474,9 +474,9 @@ class Step:
     def _compared(self, own: int | None) -> dict[int, int]:
         """Rank to digest, of all members who computed the micro-batch."""
         self._scale()
-        word = (0.0, 0.0, 0.0) if own is None else (float(own >> 32), float(own & 0xFFFFFFFF), 1.0)
-        words = self._replica.exchange(self.index, word)
-        return {r: int(high) << 32 | int(low) for r, (high, low, is_one) in enumerate(words) if is_one}
+        message = (0.0, 0.0, 0.0) if own is None else (float(own >> 32), float(own & 0xFFFFFFFF), 1.0)
+        messages = self._replica.exchange(self.index, message)
+        return {r: int(high) << 32 | int(low) for r, (high, low, is_one) in enumerate(messages) if is_one}
 
     # ------------------------------------------------------------ the commit
 
@@ -519,7 +519,7 @@ class Step:
             index=self.index,
             loss=self.loss,
             own_loss=self._own_loss(),
-            micro_batches=len(self._words),
+            micro_batches=len(self._messages),
             took_s=time.perf_counter() - self._began_s - late_s,
             made_in=self._transaction.generation,
             weight=self._global_weight,
@@ -530,8 +530,8 @@ class Step:
 
     def _own_loss(self) -> float | None:
         """The mean loss of this worker's micro-batches; None if they weigh nothing."""
-        weight = sum(w for w, _, _ in self._words) * self._loss_scale
-        return sum(x for _, x, _ in self._words) / weight if weight > 0 else None
+        weight = sum(w for w, _, _ in self._messages) * self._loss_scale
+        return sum(x for _, x, _ in self._messages) / weight if weight > 0 else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -565,33 +565,33 @@ class Step:
     def _say_weight(self) -> None:
         """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them
         does not depend on who computed which."""
-        counted = self._words if self._replica.place.weighs else []
+        counted = self._messages if self._replica.place.weighs else []
         if not self._replica.gradients.exact:
             counted = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), self._layout)]
         self._sent = counted
-        self._replica.tell(self.index, counted)
+        self._replica.send_weights(self.index, counted)
 
     def _scale(self) -> float:
         """One over the weight of the global batch; known when every replica has said its own."""
         if self._global_weight is None:
             assert self._sent is not None
-            words = self._replica.hear(self.index, self._sent)
+            messages = self._replica.receive_weights(self.index, self._sent)
             # Each stage of a pipeline has parameters of its own. Elsewhere sums of different parameters would be added up.
-            if self._replica.stages == 1 and len({layout for _, _, layout in words}) > 1:
+            if self._replica.stages == 1 and len({layout for _, _, layout in messages}) > 1:
                 raise UsageError(
                     f"step {self.index}: the workers do not all train the same parameters (requires_grad differs): "
                     "freeze and unfreeze layers depending on the step's index (`if step.index >= 1000:`, not `== "
                     "1000`), so that a worker that joins later does the same"
                 )
-            # Under the exact reduction there is one word for each micro-batch, and `fsum` rounds once. So the
+            # Under the exact reduction there is one message for each micro-batch, and `fsum` rounds once. So the
             # scale does not depend on how the micro-batches were spread over the members.
-            self._global_weight = math.fsum(w for w, _, _ in words)
+            self._global_weight = math.fsum(w for w, _, _ in messages)
             if not self._global_weight > 0:
                 raise UsageError(
                     f"step {self.index}: the weights of the global batch sum to {self._global_weight}; call "
                     "step.backward(loss, weight=number of samples or tokens)"
                 )
-            self.loss = math.fsum(x for _, x, _ in words) / self._global_weight / self._loss_scale
+            self.loss = math.fsum(x for _, x, _ in messages) / self._global_weight / self._loss_scale
         return 1.0 / (self._global_weight * self._loss_scale)
 
     def _mend(self, max_grad_norm: float | None = 0.0) -> str:

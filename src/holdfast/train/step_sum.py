@@ -1,4 +1,4 @@
-"""Sums of plain numbers over all workers, within a step: as words of the control channel, of three numbers each.
+"""Sums of plain numbers over all workers, within a step: as messages of the control channel, of three numbers each.
 
 Every worker adds up all numbers in the order of the ranks, so all get the same bits. `math.fsum` rounds once. A list is sent as
 a few numbers whose sum is that of the list without any rounding (Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997,
@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from holdfast.errors import UsageError
-from holdfast.train.control_channel import OF_A_SUM, ControlChannel, Word
+from holdfast.train.control_channel import OF_A_SUM, ControlChannel, ControlMessage
 
 MOST_NUMBERS = 1024
 """So few numbers fit into the buffers of every connection: nobody waits in `send` for one who waits in it as well."""
@@ -25,10 +25,10 @@ MOST_NUMBERS = 1024
 def summed(values: Mapping[str, Any], step: int, channel: ControlChannel, counts: bool) -> dict[str, Any]:
     """As `Step.sum`. counts: this worker's numbers are added; others say theirs, and nobody counts them."""
     own = addends(values)
-    words, tag = own.words(), step | OF_A_SUM
-    head = (own.fingerprint, float(len(words)), float(counts))
-    channel.send(tag, head, *words)
-    heads = channel.receive_heads(tag, head, words)
+    messages, tag = own.messages(), step | OF_A_SUM
+    head = (own.fingerprint, float(len(messages)), float(counts))
+    channel.send(tag, head, *messages)
+    heads = channel.receive_heads(tag, head, messages)
     # Compared before anything is added: with other names on one worker, all would sum different things
     # and get the same bits.
     for rank, (theirs, _) in enumerate(heads):
@@ -37,7 +37,7 @@ def summed(values: Mapping[str, Any], step: int, channel: ControlChannel, counts
                 f"step {step}: step.sum({list(values)}) has different names or shapes on rank {rank} and on rank "
                 f"{channel.rank}; pass the same names and shapes on every worker"
             )
-    return own.total(words for theirs, words in heads if theirs[2])
+    return own.total(messages for theirs, messages in heads if theirs[2])
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Addends:
         )
         return float(xxhash.xxh32_intdigest(shapes.encode()))
 
-    def words(self) -> list[Word]:
+    def messages(self) -> list[ControlMessage]:
         """Counts and numbers, name by name."""
         flat = [x for numbers in self.numbers.values() for x in (float(len(numbers)), *numbers)]
-        # Filled up to whole words. The counts in front tell numbers from filling, so the zeros are never
+        # Filled up to whole messages. The counts in front tell numbers from filling, so the zeros are never
         # added.
         flat += [0.0] * (-len(flat) % 3)
         return [(a, b, c) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
 
-    def total(self, reports: Iterable[Sequence[Word]]) -> dict[str, Any]:
+    def total(self, reports: Iterable[Sequence[ControlMessage]]) -> dict[str, Any]:
         """The sums of what every worker said, in the order of the ranks."""
         found: dict[str, list[list[float]]] = {name: [] for name in self.numbers}
-        for words in reports:
-            flat = [x for word in words for x in word]
+        for messages in reports:
+            flat = [x for message in messages for x in message]
             at = 0
             for name in self.numbers:
                 count = int(flat[at])

@@ -23,11 +23,11 @@ from holdfast.coordinator.kernel.events import (
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import (
-    Blame,
     CoreState,
     Incident,
     Node,
     NodePhase,
+    RootCause,
     Timer,
     Worker,
     WorkerPhase,
@@ -184,7 +184,7 @@ class Context(ABC):
                 )
             # A found fault that has now ended a worker is not decided later any more: the grace time was for
             # a machine that could still train.
-            self.request(NoteStrike(incident))
+            self.request(NoteWorkerEnded(incident))
         return incident
 
     def order(self, order: EngineOrder) -> None:
@@ -401,7 +401,7 @@ class StopJob(Request[None]):
     reason: str
     outcome: str
     """"stopped" or "failed"."""
-    blame: Blame | None = None
+    root_cause: RootCause | None = None
     """Who or what is at fault, if nobody is named yet; None: nobody."""
     cause: NoticeCause | None = None
     """Why, for programs; None: `failure` or `stop`, as the outcome is."""
@@ -577,8 +577,8 @@ class Escalate(Request[None]):
 
 
 @dataclass(frozen=True)
-class NoteStrike(Request[None]):
-    """What a rule found has now ended a worker or more."""
+class NoteWorkerEnded(Request[None]):
+    """A fault that a health rule had found has now ended at least one worker."""
 
     incident: Incident
 

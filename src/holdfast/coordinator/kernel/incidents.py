@@ -11,12 +11,12 @@ from holdfast.coordinator.kernel.events import Record
 from holdfast.coordinator.kernel.state import (
     KEPT_EVIDENCE,
     TEXT_CHARS,
-    Blame,
     CoreState,
     Evidence,
     Failure,
     Incident,
     Injection,
+    RootCause,
     Sighting,
     count,
     graver,
@@ -369,13 +369,13 @@ def open_ones(state: CoreState) -> list[Incident]:
     return [i for i in state.incidents[state.closed - state.forgotten :] if i.open and not i.quiet]
 
 
-def last_blame(state: CoreState) -> Blame | None:
+def last_root_cause(state: CoreState) -> RootCause | None:
     """Of the newest fault that the job has not got over: what its worker said, or its cause. None: there is none."""
     if not (open_now := open_ones(state)):
         return None
     newest = open_now[-1]
-    told = [state.membership.blames[w] for w in newest.workers if w in state.membership.blames]
-    return told[0] if told else Blame(cause=newest.cause, node=newest.node, step=newest.at_step)
+    told = [state.membership.root_causes[w] for w in newest.workers if w in state.membership.root_causes]
+    return told[0] if told else RootCause(cause=newest.cause, node=newest.node, step=newest.at_step)
 
 
 def reopen(state: CoreState, incident: Incident) -> None:

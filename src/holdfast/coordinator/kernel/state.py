@@ -839,8 +839,8 @@ class Failure(msgspec.Struct, kw_only=True):
     """For how long its process had run; known at level 0 only."""
 
 
-class Blame(msgspec.Struct, kw_only=True):
-    """What is printed last: the first failing rank, its node, the cause, the last lines and the log."""
+class RootCause(msgspec.Struct, kw_only=True):
+    """Why a job or a worker failed: the cause, the first rank that failed, its node, the last lines of its log. Printed last."""
 
     cause: Cause
     rank: int | None = None
@@ -988,9 +988,9 @@ class MembershipState(msgspec.Struct, kw_only=True):
     unsaved: int | None = None
     """The job ended with the state of this step, and no durable tier has it."""
     failures: list[Failure] = []
-    blames: dict[str, Blame] = {}
+    root_causes: dict[str, RootCause] = {}
     """By worker."""
-    blame: Blame | None = None
+    root_cause: RootCause | None = None
     """What is printed last."""
     restarts_used: int = 0
     """Workers that were started again, or at level 0 starts of all."""

@@ -15,7 +15,7 @@ from holdfast.coordinator.kernel.context import (
 )
 from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.incidents import script_fault
-from holdfast.coordinator.kernel.state import Blame, Failure, JobPhase, Timer, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Failure, JobPhase, RootCause, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     generations,
     nodes,
@@ -55,7 +55,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     phase = Phase(message.phase).name.lower()
     kind = causes.NotFinite if message.error == NonFiniteGradient.__name__ else causes.ScriptRaised
     cause = kind(message.error, message.message, phase if message.step is not None else None)
-    blame = Blame(
+    root_cause = RootCause(
         cause=cause,
         rank=rank,
         node=worker.node,
@@ -63,7 +63,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         traceback=message.traceback,
         log=worker.log,
     )
-    membership.blames[worker.name] = blame
+    membership.root_causes[worker.name] = root_cause
     # Between two steps there is no step number. The count of committed steps says where in the training it
     # was.
     at = message.step if message.step is not None else worker.committed
@@ -77,7 +77,9 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
         generations.break_generation(context, cause)
-        shutdown.request(context, "the script changes protected state outside of the commit", "failed", blame)
+        shutdown.request(
+            context, "the script changes protected state outside of the commit", "failed", root_cause
+        )
         return
     phases = [w.phase for w in membership.workers.values()]
     if policy.refuses_the_job(
@@ -90,7 +92,10 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
             worker.told_to_end = True
             generations.break_generation(context, cause)
         shutdown.request(
-            context, "refused before the first step; another attempt would be refused, too", "failed", blame
+            context,
+            "refused before the first step; another attempt would be refused, too",
+            "failed",
+            root_cause,
         )
         return
     if message.refused and _alone_refuses(context, worker):
@@ -113,7 +118,9 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         # The generation ends before the stop is asked for: its members must park with their state, so that
         # the last commit is saved before the job fails.
         generations.break_generation(context, cause)
-        shutdown.request(context, verdict.reason, "failed", first_blame(context, message.signature) or blame)
+        shutdown.request(
+            context, verdict.reason, "failed", first_root_cause(context, message.signature) or root_cause
+        )
         return
     if membership.phase is JobPhase.RUNNING or membership.yielding:
         # The first failure of a worker is retried in place, in milliseconds. The second one is replaced,
@@ -178,7 +185,7 @@ def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffe
     for one in known:
         note_failure(context, message.step, signature, one, message.generation)
     if again:
-        blame = Blame(
+        root_cause = RootCause(
             cause=cause,
             rank=current.rank_of(known[0].name),
             node=known[0].node,
@@ -186,7 +193,7 @@ def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffe
             log=known[0].log,
         )
         generations.break_generation(context, cause)
-        shutdown.request(context, f"the same failure twice in a row: {cause}", "failed", blame)
+        shutdown.request(context, f"the same failure twice in a row: {cause}", "failed", root_cause)
         return
     context.open_incident(cause, node=known[0].node, workers=[w.name for w in known], rung="retry in process")
     generations.break_generation(context, cause)
@@ -201,11 +208,11 @@ def _failed_before(context: Context, worker: Worker, message: m.Failed) -> bool:
     return len(same) >= 2
 
 
-def first_blame(context: Context, signature: str) -> Blame | None:
+def first_root_cause(context: Context, signature: str) -> RootCause | None:
     """What the first worker said that failed in this way."""
     for failure in context.state.membership.failures:
-        if failure.signature == signature and failure.worker in context.state.membership.blames:
-            return context.state.membership.blames[failure.worker]
+        if failure.signature == signature and failure.worker in context.state.membership.root_causes:
+            return context.state.membership.root_causes[failure.worker]
     return None
 
 
@@ -263,11 +270,11 @@ def exited(context: Context, message: m.Exited) -> None:
     if worker is None or worker.exited:
         return
     worker.exited = True
-    described = Blame(cause=cause_of(message), node=worker.node, log=message.log)
+    described = RootCause(cause=cause_of(message), node=worker.node, log=message.log)
     # An error that the script reported before it ended explains more than its exit code, so the code is only
     # the default.
-    blame = s.membership.blames.setdefault(worker.name, described)
-    blame.tail, blame.log = list(message.tail), message.log
+    root_cause = s.membership.root_causes.setdefault(worker.name, described)
+    root_cause.tail, root_cause.log = list(message.tail), message.log
     context.record(
         ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log)
     )
@@ -293,16 +300,18 @@ def lose_worker(
 
 def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool) -> None:
     membership = context.state.membership
-    blame = membership.blames[worker.name]
-    blame.rank = blame.rank if membership.generation is None else membership.generation.rank_of(worker.name)
-    signature = policy.failure_signature(blame, message)
+    root_cause = membership.root_causes[worker.name]
+    root_cause.rank = (
+        root_cause.rank if membership.generation is None else membership.generation.rank_of(worker.name)
+    )
+    signature = policy.failure_signature(root_cause, message)
     note_failure(context, None if early else membership.committed, signature, worker, membership.number)
     verdict = script_fault(
         membership.failures, trained=membership.number > 0, nodes=queries.hoped_for(context)
     )
     if verdict is not None:
-        generations.break_generation(context, blame.cause)
-        shutdown.request(context, verdict.reason, "failed", first_blame(context, signature))
+        generations.break_generation(context, root_cause.cause)
+        shutdown.request(context, verdict.reason, "failed", first_root_cause(context, signature))
 
 
 def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None:
@@ -355,7 +364,7 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
             )
         for worker in ours:
             rank = membership.generation.rank_of(worker.name) if membership.generation else None
-            membership.blames[worker.name] = Blame(
+            membership.root_causes[worker.name] = RootCause(
                 cause=cause, rank=rank, node=node, step=membership.committed, log=worker.log
             )
             processes.end_worker(context, worker)

@@ -240,7 +240,7 @@ def try_form(context: Context) -> None:
     # only make a person wait for the same answer.
     if queries.hopeless(context):
         why = "the restart budget is used up" if context.budget_spent() else "no more nodes can be requested"
-        shutdown.request(context, why, "failed", incidents.last_blame(s))
+        shutdown.request(context, why, "failed", incidents.last_root_cause(s))
 
 
 def _every_shard_is_held(context: Context, survivors: list[Worker]) -> bool:
@@ -497,7 +497,7 @@ def _enroll(context: Context, worker: Worker, assignment: Assignment, start: int
     transitions.enter(context, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored, worker.counts_until = False, None, None
     worker.committed = start
-    context.state.membership.blames.pop(worker.name, None)
+    context.state.membership.root_causes.pop(worker.name, None)
     context.state.membership.assignments[worker.name] = assignment
     context.tell(worker, queries.form(context.state, worker))
 

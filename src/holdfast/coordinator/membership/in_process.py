@@ -33,7 +33,7 @@ class InProcessMode:
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """A worker that had all steps may end; any other is lost."""
         membership = context.state.membership
-        blame = membership.blames[worker.name]
+        root_cause = membership.root_causes[worker.name]
         if worker.phase is WorkerPhase.DONE:
             transitions.enter(context, worker, WorkerPhase.GONE)
             if (
@@ -41,11 +41,13 @@ class InProcessMode:
                 # signal then is the machine's, and the steps are done and saved.
                 message.code > 0 and membership.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
-                shutdown.request(context, _failed_where(membership.until, worker.committed), "failed", blame)
+                shutdown.request(
+                    context, _failed_where(membership.until, worker.committed), "failed", root_cause
+                )
         elif worker.told_to_end:  # it refused the job, which ends for that
             transitions.enter(context, worker, WorkerPhase.GONE)
         else:
-            cause = blame.cause if blame.traceback else failures.cause_of(message)
+            cause = root_cause.cause if root_cause.traceback else failures.cause_of(message)
             failures.lose_worker(context, worker, cause, message)
 
     def on_worker_lost(

@@ -566,8 +566,8 @@ def forget(context: Context) -> None:
                 transitions.forget_worker(context, name)
                 membership.assignments.pop(name, None)
         needed = {f.worker for f in membership.failures}
-        membership.blames = {
-            w: b for w, b in membership.blames.items() if w in membership.workers or w in needed
+        membership.root_causes = {
+            w: b for w, b in membership.root_causes.items() if w in membership.workers or w in needed
         }
     lost = [
         n.name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.coordinator.kernel.incidents import EXIT, SIGNAL, ScriptFault
-from holdfast.coordinator.kernel.state import TRAINED_S, Blame, Failure, WorkerPhase
+from holdfast.coordinator.kernel.state import TRAINED_S, Failure, RootCause, WorkerPhase
 from holdfast.coordinator.membership import rank_assignment
 from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
@@ -351,16 +351,16 @@ def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Ite
     return refused and not told_to_end and not trained and WorkerPhase.READY not in phases
 
 
-def raised(blame: Blame) -> str:
+def raised(root_cause: RootCause) -> str:
     """The last line of the traceback, which names the exception; empty: none was reported."""
-    lines = blame.traceback.strip().splitlines()
+    lines = root_cause.traceback.strip().splitlines()
     return lines[-1] if lines else ""
 
 
-def failure_signature(blame: Blame, exited: Exited) -> str:
+def failure_signature(root_cause: RootCause, exited: Exited) -> str:
     """What makes two deaths the same: the exception if one was reported, else how the process ended."""
-    if blame.traceback:
-        return raised(blame)
+    if root_cause.traceback:
+        return raised(root_cause)
     return f"{SIGNAL} {-exited.code}" if exited.code < 0 else f"{EXIT} {exited.code}"
 
 

@@ -10,7 +10,7 @@ from itertools import count
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context, StopJob
 from holdfast.coordinator.kernel.deadlines import Watched
-from holdfast.coordinator.kernel.state import Blame, Halting, Node, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Halting, Node, RootCause, Worker, WorkerPhase
 from holdfast.coordinator.membership import queries
 from holdfast.coordinator.membership.rank_assignment import RankAssignment, assign, match, wanted
 from holdfast.protocol import ledger
@@ -50,8 +50,8 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, but other workers made {s.membership.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
-    blame = Blame(cause=ShapesDiffer(reason), rank=None, node=worker.node, log=worker.log)
-    context.request(StopJob(f"{reason}: {advice}", "failed", blame))
+    root_cause = RootCause(cause=ShapesDiffer(reason), rank=None, node=worker.node, log=worker.log)
+    context.request(StopJob(f"{reason}: {advice}", "failed", root_cause))
     return False
 
 

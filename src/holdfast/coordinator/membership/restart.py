@@ -11,7 +11,7 @@ import msgspec
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.incidents import ScriptFault
-from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Timer, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, RootCause, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     failures,
     nodes,
@@ -73,15 +73,15 @@ class RestartMode:
             if not expected:
                 worker.left, worker.script_ended, worker.groups = True, message.script_ended, message.groups
             return
-        blame = membership.blames[worker.name]
-        blame.rank = membership.generation.rank_of(worker.name) if membership.generation else None
-        cause = blame.cause if blame.traceback else failures.cause_of(message)
+        root_cause = membership.root_causes[worker.name]
+        root_cause.rank = membership.generation.rank_of(worker.name) if membership.generation else None
+        cause = root_cause.cause if root_cause.traceback else failures.cause_of(message)
         # Whoever loses a connection that a peer closed says what it saw, and not who left.
         if message.code != -signal.SIGKILL and (early := _left_early(context, message.groups)):
-            _left(context, early, causes.LeftEarly(str(cause)), blame)
+            _left(context, early, causes.LeftEarly(str(cause)), root_cause)
         else:
-            signature = policy.failure_signature(blame, message)
-            _failed(context, [worker], cause, blame, signature, raised=message.code > 0)
+            signature = policy.failure_signature(root_cause, message)
+            _failed(context, [worker], cause, root_cause, signature, raised=message.code > 0)
 
     def on_worker_lost(
         self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
@@ -105,7 +105,7 @@ class RestartMode:
         """A node with members is gone (its incident is open)."""
         s = context.state
         if workers and s.membership.phase is JobPhase.RUNNING:
-            s.membership.blame = Blame(cause=cause, rank=None, node=workers[0].node, step=s.step)
+            s.membership.root_cause = RootCause(cause=cause, rank=None, node=workers[0].node, step=s.step)
             _restart(context, str(cause))
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
@@ -124,7 +124,7 @@ class RestartMode:
             membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
         elif membership.phase is JobPhase.RUNNING:
             if not culprits and (early := _left_early(context, None)):
-                _left(context, early, causes.LeftEarly(), Blame(cause=cause, log=early[0].log))
+                _left(context, early, causes.LeftEarly(), RootCause(cause=cause, log=early[0].log))
             else:
                 _take_out(context, culprits, cause)
 
@@ -193,7 +193,7 @@ class RestartMode:
         count = min(len(usable), s.wanted_nodes)
         minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
         if context.budget_spent():
-            shutdown.request(context, "the restart budget is used up", "failed", s.membership.blame)
+            shutdown.request(context, "the restart budget is used up", "failed", s.membership.root_cause)
             self.advance(context)
             return
         if count < minimum:
@@ -204,7 +204,7 @@ class RestartMode:
                 context.concerns(*(incident.id for incident in incidents.open_ones(s)))
                 context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
             if not queries.coming(context):
-                shutdown.request(context, "no more nodes can be requested", "failed", s.membership.blame)
+                shutdown.request(context, "no more nodes can be requested", "failed", s.membership.root_cause)
                 self.advance(context)
             return
         s.deadlines.clear(Timer.WAIT)
@@ -287,7 +287,7 @@ def _judge(context: Context, worker: Worker, signature: str) -> None:
     raised = [
         w.node
         for w in context.members()
-        if w.name in membership.blames and policy.raised(membership.blames[w.name]) == signature
+        if w.name in membership.root_causes and policy.raised(membership.root_causes[w.name]) == signature
     ]
     also_on = tuple(dict.fromkeys(n for n in raised if n != worker.node))
     failures.note_failure(
@@ -302,7 +302,7 @@ def _judge(context: Context, worker: Worker, signature: str) -> None:
     verdict = policy.gang_fault(membership.failures, nodes=queries.hoped_for(context))
     match verdict:
         case ScriptFault(reason):
-            membership.blame = failures.first_blame(context, signature) or membership.blame
+            membership.root_cause = failures.first_root_cause(context, signature) or membership.root_cause
             shutdown.request(context, reason, "failed")
         case policy.NodeFault(name):
             nodes.give_up(context, membership.nodes[name], WorkersFail(signature))
@@ -329,24 +329,29 @@ def _left_early(context: Context, groups: Groups | None) -> list[Worker]:
     return found
 
 
-def _left(context: Context, early: list[Worker], cause: Cause, seen: Blame) -> None:
-    """seen: what is known of how another one ended then, whose last words stay with the blame."""
+def _left(context: Context, early: list[Worker], cause: Cause, seen: RootCause) -> None:
+    """seen: what is known of how another one ended then, whose last lines stay with the root cause."""
     first, generation = early[0], context.state.membership.generation
     rank = generation.rank_of(first.name) if generation else None
-    blame = msgspec.structs.replace(seen, cause=cause, rank=rank, node=first.node)
-    _failed(context, early, cause, blame, "exit code 0")
+    root_cause = msgspec.structs.replace(seen, cause=cause, rank=rank, node=first.node)
+    _failed(context, early, cause, root_cause, "exit code 0")
 
 
 def _failed(
-    context: Context, workers: list[Worker], cause: Cause, blame: Blame, signature: str, raised: bool = False
+    context: Context,
+    workers: list[Worker],
+    cause: Cause,
+    root_cause: RootCause,
+    signature: str,
+    raised: bool = False,
 ) -> None:
     """All start again because of these, unless that is not allowed or the script's fault. raised: by an error."""
     # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
     # stops the job.
     _fault(context, workers, workers[0].node, cause, raised)
-    context.state.membership.blame = blame
+    context.state.membership.root_cause = root_cause
     if context.spec.max_restarts == 0:
-        shutdown.request(context, "no restarts are allowed", "failed", blame)
+        shutdown.request(context, "no restarts are allowed", "failed", root_cause)
     else:
         _judge(context, workers[0], signature)
 
@@ -370,7 +375,7 @@ def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -
     incidents.caused(s, context.now, incident, cause, node, names)
     context.concerns(incident.id)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
-    s.membership.blame = Blame(cause=cause, rank=rank, node=node, step=s.step, log=workers[0].log)
+    s.membership.root_cause = RootCause(cause=cause, rank=rank, node=node, step=s.step, log=workers[0].log)
     context.record(
         ledger.IncidentExplained(
             id=incident.id,
@@ -404,7 +409,7 @@ def _take_out(context: Context, culprits: list[Worker], cause: Hang) -> None:
     # Last words of the job, should this have been the last restart that is allowed.
     first = culprits[0] if culprits else None
     rank = membership.generation.rank_of(first.name) if first and membership.generation else None
-    membership.blame = Blame(
+    membership.root_cause = RootCause(
         cause=cause,
         rank=rank,
         node=first.node if first else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context, ForgetLast, NoteLast, ReportUnsaved, StoreLast
 from holdfast.coordinator.kernel.events import End
-from holdfast.coordinator.kernel.state import Blame, JobPhase, Timer, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, RootCause, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     notices,
     policy,
@@ -24,12 +24,12 @@ def request(
     context: Context,
     reason: str,
     outcome: str,
-    blame: Blame | None = None,
+    root_cause: RootCause | None = None,
     *,
     cause: NoticeCause | None = None,
     within_s: float | None = None,
 ) -> None:
-    """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet.
+    """The job ends at the next commit. root_cause: of the end, if none is known yet.
 
     cause: for the scripts, and for whoever decides what follows on the end; None: `failure` or `stop`, as the outcome is.
     within_s: so long the engine leaves the job its nodes; None: it does not say.
@@ -37,7 +37,7 @@ def request(
     s = context.state
     # The first one blamed stays. Later failures are usually effects of the first, and what is printed last
     # has to be where a person starts to look.
-    s.membership.blame = s.membership.blame or blame
+    s.membership.root_cause = s.membership.root_cause or root_cause
     # Asked twice: the first reason counts, and the deadline is not pushed back, or a person who presses
     # Ctrl-C again and again would keep the job alive.
     if s.membership.stop_reason is not None:
@@ -66,7 +66,7 @@ def due(context: Context) -> None:
         # that is over would fire again.
         s.deadlines.clear(Timer.WAIT)
         reason = f"too few workers for {context.timing.wait_s:g} s"
-        request(context, reason, "failed", incidents.last_blame(s), cause=NoticeCause.NODES)
+        request(context, reason, "failed", incidents.last_root_cause(s), cause=NoticeCause.NODES)
     if context.is_due(Timer.STOP):
         s.deadlines.clear(Timer.STOP)
         # What remains depends on how far the job is: a step in flight is dropped, a worker that does not save

@@ -25,7 +25,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import workers
 from holdfast.coordinator.service.history_store import JobHistory
-from holdfast.coordinator.service.injector import Injector, Strike
+from holdfast.coordinator.service.injector import FaultOrder, Injector
 from holdfast.coordinator.service.ledger import Ledger, LedgerCopies
 from holdfast.coordinator.service.queues import AgentLines, AgentQueue, Inbox, QueuedEvent
 from holdfast.coordinator.service.store import SNAPSHOT, SPOKEN, LedgerBatch, LedgerEntry, ReportedSteps
@@ -387,8 +387,8 @@ class DecisionLoop:
         # Faults that wait for a rank go to whoever holds the rank now, so they are armed anew with every
         # generation.
         formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
-        strikes = self.injector.formed(state, now) if formed else []
-        strikes += self.injector.due(state, now)
+        orders = self.injector.formed(state, now) if formed else []
+        orders += self.injector.due(state, now)
         # What only moves deadlines is not written: heartbeats come from every node several times a second,
         # and a successor learns the same within one heartbeat.
         urgent = bool(actions) or not all(map(_routine, events))
@@ -407,7 +407,7 @@ class DecisionLoop:
             self._ledger.write(batch)
         # Announced only after the actions have been queued: whoever watches may act on an event, and must
         # find it done.
-        self._carry_out(actions, strikes)
+        self._carry_out(actions, orders)
         for entry in batch.entries:
             _log.debug("event %s", entry.kind, extra={"seq": entry.seq, "event": entry.fields})
             self._watchers.announce("event", entry)
@@ -509,23 +509,23 @@ class DecisionLoop:
 
     # ------------------------------------------------------------ what was decided is done
 
-    def _carry_out(self, actions: list[ev.Action], strikes: list[Strike]) -> None:
+    def _carry_out(self, actions: list[ev.Action], orders: list[FaultOrder]) -> None:
         # Orders of a batch are sent in the order of the core's decisions, faults around them as they need:
-        # one for a worker that exists goes first, since it may strike while joining; one for a worker that is
+        # one for a worker that exists goes first, since it may fire while the worker joins; one for a worker that is
         # only started in this batch would find nobody before.
         begun = {
             a.message.worker
             for a in actions
             if isinstance(a, ev.Send) and isinstance(a.message, m.StartWorker)
         }
-        early = [s for s in strikes if getattr(s.message, "worker", None) not in begun]
-        for strike in early:
-            self.strike(strike)  # before the JoinGeneration: a fault may wait for the joining itself
+        early = [s for s in orders if getattr(s.message, "worker", None) not in begun]
+        for order in early:
+            self.order_fault(order)  # before the JoinGeneration: a fault may wait for the joining itself
         for action in actions:
             self.do(action)
-        for strike in strikes:
-            if strike not in early:
-                self.strike(strike)  # nobody can be told anything before it is started
+        for order in orders:
+            if order not in early:
+                self.order_fault(order)  # nobody can be told anything before it is started
 
     def do(self, action: ev.Action) -> None:
         match action:
@@ -575,11 +575,11 @@ class DecisionLoop:
 
     # ------------------------------------------------------------ injected faults
 
-    def strike(self, strike: Strike) -> None:
-        if strike.message is None:
-            self.fired(f"{strike.plan}/", None, None)
+    def order_fault(self, order: FaultOrder) -> None:
+        if order.message is None:
+            self.fired(f"{order.plan}/", None, None)
         else:
-            self._lines.send(strike.node, strike.message)
+            self._lines.send(order.node, order.message)
 
     def fired(self, id: str, node: str | None, worker: str | None, step: int | None = None) -> None:
         plan = self.injector.fired(id)
@@ -587,7 +587,7 @@ class DecisionLoop:
             return
         kind = plan.spec.kind
         struck = None if kind in NODE_FAULTS else worker
-        # The event is written before the fault strikes the coordinator itself; otherwise its successor would
+        # The event is written before the fault hits the coordinator itself; otherwise its successor would
         # not know why its predecessor died, and would inject the fault again.
         waiting = self._take_in(
             ev.Injected(fault=str(plan.spec), kind=kind.value, node=node, worker=struck, step=step)

@@ -1,4 +1,4 @@
-"""Injected faults: which worker or node each one strikes, and when."""
+"""Injected faults: which worker or node each one hits, and when."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Planned(msgspec.Struct, kw_only=True):
     id: str
     spec: FaultSpec
     left: int
-    """How often it is still to strike."""
+    """How often it is still to fire."""
     due_s: float | None = None
-    """When it strikes next, on the core's clock; None: it waits for a step, or for nothing any more."""
+    """When it fires next, on the core's clock; None: it waits for a step, or for nothing any more."""
     fired: int = 0
     """How often it struck."""
     struck: str | None = None
-    """The worker that it was sent to last, or its own `id` where it strikes a node without steps; None:
+    """The worker that it was sent to last, or its own `id` where it hits a node without steps; None:
     none."""
 
 
-class Strike(msgspec.Struct, frozen=True):
-    """What to send to an agent for a fault."""
+class FaultOrder(msgspec.Struct, frozen=True):
+    """The order to an agent that makes a fault happen."""
 
     plan: str
     """The `id` of the fault."""
     node: str = ""
     """Whose agent; empty: nobody's."""
     message: m.ToAgent | None = None
-    """None: it strikes the coordinator itself."""
+    """None: the coordinator itself is hit."""
 
 
 class Injector:
@@ -58,7 +58,7 @@ class Injector:
             self._schedule(plan, now, first=True)
         return plan
 
-    def formed(self, state: CoreState, now: float) -> list[Strike]:
+    def formed(self, state: CoreState, now: float) -> list[FaultOrder]:
         """A generation was formed: faults that wait for a step go to the workers that now hold the ranks."""
         if self._running_since is None:
             self._running_since = now
@@ -73,42 +73,45 @@ class Injector:
                 for member in self._targets(plan, state):
                     by_worker.setdefault(member.worker, []).append(_armed(plan))
         return [
-            Strike("", members[w].node, m.Relay(w, m.Arm(tuple(faults)))) for w, faults in by_worker.items()
+            FaultOrder("", members[w].node, m.Relay(w, m.Arm(tuple(faults))))
+            for w, faults in by_worker.items()
         ]
 
-    def due(self, state: CoreState, now: float) -> list[Strike]:
+    def due(self, state: CoreState, now: float) -> list[FaultOrder]:
         """Faults whose time has come."""
-        strikes = []
+        orders = []
         for plan in self.plans.values():
             # Before the times: a spare never comes to a step, so a plan that waits for one of its steps would
-            # never strike, and a person would take the silence for a node that survived it.
+            # never fire, and a person would take the silence for a node that survived it.
             if plan.left > 0 and (idle := self._idle_node(plan, state)) is not None:
                 plan.struck = plan.id
-                strikes.append(Strike(plan.id, idle, m.RunFault(_armed(plan))))
+                orders.append(FaultOrder(plan.id, idle, m.RunFault(_armed(plan))))
                 continue
             if plan.left <= 0 or plan.due_s is None or now < plan.due_s:
                 continue
             if state.membership.phase is not JobPhase.RUNNING:
                 # Put off and not skipped: a person who asked for a fault every 8 s wants one as soon as there is
-                # a worker to strike.
+                # a worker to hit.
                 plan.due_s = now + 0.1
                 continue
-            strike = self._strike(plan, state)
-            if strike is not None:
-                strikes.append(strike)
+            order = self._order_of(plan, state)
+            if order is not None:
+                orders.append(order)
             self._schedule(plan, now, first=False)
-        return strikes
+        return orders
 
-    def strike_now(self, plan: Planned, state: CoreState) -> list[Strike]:
+    def fire_now(self, plan: Planned, state: CoreState) -> list[FaultOrder]:
         """A fault that was asked for without a time, while the job runs."""
         if _timed(plan.spec):
             return []
         if plan.spec.step is None and plan.spec.phase is None:
-            strike = self._strike(plan, state)
-            return [strike] if strike else []
+            order = self._order_of(plan, state)
+            return [order] if order else []
         member = self._target(plan, state)
         return (
-            [Strike(plan.id, member.node, m.Relay(member.worker, m.Arm((_armed(plan),))))] if member else []
+            [FaultOrder(plan.id, member.node, m.Relay(member.worker, m.Arm((_armed(plan),))))]
+            if member
+            else []
         )
 
     def mark_running(self) -> None:
@@ -160,24 +163,24 @@ class Injector:
         elif not first:
             plan.due_s = None if spec.every_s is None else plan.due_s
 
-    def _strike(self, plan: Planned, state: CoreState) -> Strike | None:
+    def _order_of(self, plan: Planned, state: CoreState) -> FaultOrder | None:
         if plan.spec.kind is FaultKind.KILL_COORDINATOR:
-            return Strike(plan.id)
+            return FaultOrder(plan.id)
         member = self._target(plan, state)
         armed = _armed(plan)
         if member is None:
             node = None if plan.spec.node is None else state.membership.nodes.get(node_name(plan.spec.node))
             spare = node is not None and node.alive and plan.spec.kind in NODE_FAULTS
-            return Strike(plan.id, node.name, m.RunFault(armed)) if spare and node else None
+            return FaultOrder(plan.id, node.name, m.RunFault(armed)) if spare and node else None
         plan.struck = member.worker
         if plan.spec.kind is FaultKind.SLOW and plan.spec.node is not None:
-            return Strike(plan.id, member.node, m.RunFault(armed))
+            return FaultOrder(plan.id, member.node, m.RunFault(armed))
         if plan.spec.phase is not None:
-            return Strike(plan.id, member.node, m.Relay(member.worker, m.Arm((armed,))))
-        return Strike(plan.id, member.node, m.RunFault(armed, member.worker))
+            return FaultOrder(plan.id, member.node, m.Relay(member.worker, m.Arm((armed,))))
+        return FaultOrder(plan.id, member.node, m.RunFault(armed, member.worker))
 
     def _targets(self, plan: Planned, state: CoreState) -> list[m.Member]:
-        """A node that is slow is so for all of its workers; any other fault strikes one."""
+        """A node that is slow is so for all of its workers; any other fault hits one."""
         member = self._target(plan, state)
         if member is None or state.membership.generation is None:
             return []
@@ -200,7 +203,7 @@ class Injector:
                 if (assignment := state.membership.assignments.get(x.worker)) and assignment.restore
             ]
             return restoring[0] if restoring else None
-        # Drawn from the plan and how often it fired, not from one stream: so a replay strikes the same ranks,
+        # Drawn from the plan and how often it fired, not from one stream: so a replay hits the same ranks,
         # whatever else was injected.
         return random.Random(f"{spec.seed}/{plan.id}/{plan.fired}").choice(members)
 

@@ -14,12 +14,12 @@ from holdfast.checkpoint.policy import Retention
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import PhaseIndex
 from holdfast.coordinator.kernel.state import (
-    Blame,
     CoreState,
     Incident,
     JobPhase,
     Node,
     NodePhase,
+    RootCause,
     Slow,
     Worker,
     WorkerPhase,
@@ -140,7 +140,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         incidents=[_incident(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         slow=[slow_rank(x) for x in state.health.slow if x.until_step is None],
         figures=logged(state),
-        blame=shown_blame(membership.blame) if membership.blame else None,
+        blame=root_cause_view(membership.root_cause) if membership.root_cause else None,
         saving=saving(state, now),
     )
 
@@ -178,17 +178,17 @@ def worker_row(state: CoreState, worker: Worker, rank: int | None) -> WorkerRow:
     )
 
 
-def shown_blame(blame: Blame) -> BlameView:
-    """Who is to blame, for a person: the cause in words."""
+def root_cause_view(found: RootCause) -> BlameView:
+    """A root cause for the status, with the cause in words."""
     return BlameView(
-        cause=str(blame.cause),
-        rank=blame.rank,
-        node=blame.node,
-        step=blame.step,
-        traceback=blame.traceback,
-        tail=blame.tail,
-        log=blame.log,
-        cause_kind=blame.cause.kind,
+        cause=str(found.cause),
+        rank=found.rank,
+        node=found.node,
+        step=found.step,
+        traceback=found.traceback,
+        tail=found.tail,
+        log=found.log,
+        cause_kind=found.cause.kind,
     )
 
 
@@ -390,15 +390,15 @@ def build_report(
             complete=state.storage.totals.snapshots, skipped=state.storage.totals.skipped
         ),
         samples_folder=membership.samples,
-        blame=_blame_of_end(state),
+        blame=_root_cause_of_end(state),
     )
 
 
-def _blame_of_end(state: CoreState) -> BlameView | None:
+def _root_cause_of_end(state: CoreState) -> BlameView | None:
     """Why a job failed. Of faults that it has survived the incidents tell: the last of them is no news of a job that ended well, and
     would be read as the reason of its end."""
-    blame = state.membership.blame
-    return shown_blame(blame) if state.membership.outcome == "failed" and blame is not None else None
+    found = state.membership.root_cause
+    return root_cause_view(found) if state.membership.outcome == "failed" and found is not None else None
 
 
 def _in_memory(state: CoreState) -> InMemory | None:
@@ -528,7 +528,7 @@ async def rank_rows(state: CoreState) -> list[dict[str, Any]]:
         places.update((x.worker, x.rank) for x in members[begin : begin + 4 * RANKS_AT_ONCE])
         await asyncio.sleep(0)
     slow = {x.worker: x.ratio for x in state.health.slow if x.until_step is None}
-    blames = membership.blames
+    root_causes = membership.root_causes
     rows: list[dict[str, Any]] = []
     # A list of its own: in the pauses the core adds and removes workers, which an iteration of
     # the dict would not survive.
@@ -550,7 +550,7 @@ async def rank_rows(state: CoreState) -> list[dict[str, Any]]:
                 "median_s": w.median_s,
                 "ratio": slow.get(w.name),
                 "restored": w.restored if restoring else None,
-                "cause": str(blames[w.name].cause) if w.name in blames else None,
+                "cause": str(root_causes[w.name].cause) if w.name in root_causes else None,
             }
         )
     return rows

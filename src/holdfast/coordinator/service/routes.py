@@ -253,8 +253,8 @@ class Routes:
             return web.Response(status=400, text=str(error))
         now = self._loop.clock()
         plan = self._loop.injector.add(spec, now)
-        for strike in self._loop.injector.strike_now(plan, self._loop.core.state):
-            self._loop.strike(strike)
+        for order in self._loop.injector.fire_now(plan, self._loop.core.state):
+            self._loop.order_fault(order)
         self._loop.plan_tick()
         return _json({"fault": str(spec)})
 
