@@ -73,7 +73,8 @@ MOST_LOOKS = 100
 
 
 class Core(Context):
-    """One job's decisions. `state` is all it remembers; give it back to go on after a crash."""
+    """Decides everything about one job. `state` is all that it remembers: a new `Core` with the same state goes on after a
+    crash."""
 
     def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
         super().__init__(spec, state)
@@ -86,11 +87,11 @@ class Core(Context):
     # ------------------------------------------------------------ in and out
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Takes one event at time `now` (seconds, never backward); returns what is to be done about it."""
+        """Handles one event at time `now` (seconds, never smaller than before) and returns the actions that follow from it."""
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Sequence[Event], now: float) -> list[Action]:
-        """The same for events that arrive at one moment: what comes next is looked at once, after the last of them."""
+        """Handles events that arrived at the same time. What can be done next is determined once, after the last of them."""
         # One batch is one moment: every handler of it sees the same `now`. If events of a batch had times of
         # their own, the order in which they were read from sockets would decide which deadline is over first.
         self.now = now

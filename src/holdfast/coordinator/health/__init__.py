@@ -1,1 +1,1 @@
-"""What is known of the machines, and what is done about it: findings, triage, remedies, admission. Pure."""
+"""The health of machines, and what is done about it: findings, triage, remedies, admission. Pure."""

@@ -1,5 +1,5 @@
-"""Whether a node that comes may be used: what its basic checks found, its history, and the deep checks that it owes. And who
-leaves again when a better one is there."""
+"""Whether a node may be used: its basic checks, its machine's history, and the deep checks that are due. Also which node leaves
+when a better one is ready."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ PAST_ACTS = 8
 
 
 def refuse(context: Context, hello: m.Hello, reason: str) -> None:
-    """The engine is told, and asked for another; each time it waits longer, in case the check is what is wrong."""
+    """Refuses a node: tells the engine and requests another one. Each time the next request waits longer, in case the check
+    itself is wrong."""
     s = context.state
     s.health.refusals += 1
     context.order(MarkNode(hello.node, reason))
@@ -76,7 +77,7 @@ def _refused_alike(context: Context, hello: m.Hello, reason: str) -> None:
 
 
 def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
-    """A node joins that is not known, or comes back as a new one."""
+    """Admits or refuses a node that is new, or that comes back as a new one."""
     s = context.state
     s.health.turned_away.pop(node.name, None)
     node.identity, node.devices = hello.identity, hello.devices
@@ -101,7 +102,7 @@ def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembere
 
 
 def forget(context: Context) -> None:
-    """Keeps the newest of what was refused, for what such nodes still say."""
+    """Drops the oldest refusals. The newest are kept, because such nodes may still send messages."""
     turned_away = context.state.health.turned_away
     for name in list(turned_away)[:-KEPT_REFUSED]:
         del turned_away[name]
@@ -135,14 +136,14 @@ def _check(context: Context, node: Node, why: str) -> None:
 
 
 def repeat(context: Context, node: Node) -> None:
-    """Sends the order (again) whose answer is not there."""
+    """Sends the order whose answer is missing, for the first time or again."""
     if node.health.checking is not None:
         context.send(node.name, m.RunChecks(request=node.health.checking.request, deep=True))
 
 
 def checked(context: Context, node: Node, message: m.Checked) -> None:
-    """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
-    told is no reason to refuse it."""
+    """Handles the results of an agent's checks. A node that was given up may be used again only if all checks pass. A new node
+    is not refused for a check that could not be run."""
     # The answer to an earlier order describes the machine as it was before what led to this one.
     if node.health.checking is None or message.request != node.health.checking.request:
         return
@@ -173,7 +174,7 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
 
 
 def turn_away(context: Context, node: Node, reason: str) -> None:
-    """A node that was held is not used; the engine is asked for another."""
+    """Refuses a node that was held for checks, and requests another one from the engine."""
     node.health.checking = None
     count(context.state.health.totals.withheld, "checks")
     context.order(MarkNode(node.name, reason))
@@ -183,7 +184,7 @@ def turn_away(context: Context, node: Node, reason: str) -> None:
 
 
 def quarantine(context: Context, node: Node, reason: str, incident: Incident | None) -> None:
-    """The machine is not used again, in this job and in others, before it has passed the deep checks."""
+    """Keeps the machine out of this job and others until it has passed the deep checks."""
     rule, device = (incident.rule, incident.device) if incident else ("", "")
     _give_up(context, node.machine, reason[:400], rule)
     if node.lasting:
@@ -219,7 +220,7 @@ def _take_back(context: Context, machine: str) -> str | None:
 
 
 def lost(context: Context, node: Node, incident: Incident) -> None:
-    """A node was lost while it was used, and no rule says why: that counts, too."""
+    """Counts the loss of a node in use that no rule explains: it is part of the machine's history."""
     if len(incident.lost_nodes) > 1:
         return  # what they share was lost, which says nothing about any of them
     machines = context.state.health.engine.nodes_are_machines
@@ -272,7 +273,7 @@ LEMON = "lemon"
 
 
 def advance(context: Context) -> None:
-    """One lemon is to leave, if a better node is ready and the limits allow it."""
+    """Lets one lemon leave, if a better node is ready and the limits permit it."""
     lemon = _trains(context)
     # All conditions at once: a job at full strength, a better node that is ready, and the limits. A lemon
     # that trains is better than a hole.

@@ -1,7 +1,8 @@
-"""Workers against their peers: who is slow, since when, and what it costs; and whose losses or gradients are wrong.
+"""Compares workers with their peers: which one is slow, since when, and what it costs; and whose losses, gradients or state are
+wrong.
 
-What is compared lives in `Peers` and is no part of the state: after a crash the next coordinator looks anew. What was
-found is in the state.
+The measurements are in `Peers`, which is no part of the state: a coordinator that takes over measures anew. What was found is
+in the state.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ data's doing, that is one in the square of the nodes."""
 
 @dataclass
 class Curves:
-    """What was heard. No part of the state: a successor hears more."""
+    """The losses and figures received so far. Not part of the state: a coordinator that takes over collects them anew."""
 
     losses: Losses = field(default_factory=Losses)
     parts: WorkerLosses = field(default_factory=WorkerLosses)
@@ -54,7 +55,7 @@ def on_trial(context: Context, rule: str) -> bool:
 
 
 def losses_heard(context: Context, worker: Worker, losses: tuple[m.StepTold, ...]) -> None:
-    """The job's losses of the steps that were committed, from rank 0."""
+    """Handles the losses of committed steps, as rank 0 reports them."""
     if not context.spec.health.watch:
         return
     for told in losses:
@@ -70,7 +71,7 @@ def losses_heard(context: Context, worker: Worker, losses: tuple[m.StepTold, ...
 
 
 def compared(context: Context, spent: dict[str, Spent]) -> None:
-    """One block of steps of all workers."""
+    """Compares the times of one block of steps of all workers."""
     apart = context.transient(Curves).parts.look(
         {name: s.loss for name, s in spent.items() if s.loss is not None}
     )
@@ -84,8 +85,8 @@ def compared(context: Context, spent: dict[str, Spent]) -> None:
 
 
 def same_state(context: Context, committed: int, spent: dict[str, Spent]) -> None:
-    """The state after one block of steps of all workers. Who holds other bits than most others of its shard is taken out; it
-    gets its state from those."""
+    """Compares the checksums of the state after one block of steps. A worker whose bits differ from those of most others with
+    the same shard is removed, and gets its state from them."""
     generation, curves = context.state.membership.generation, context.transient(Curves)
     # Once in a generation: what differs goes on to differ in each block, and the same finding again would
     # look like another fault.
@@ -147,7 +148,7 @@ def _proven(context: Context, worker: Worker, rule: str, told: str) -> None:
 
 
 def brought(context: Context, worker: Worker, message: m.Failed) -> None:
-    """A rank's own part was not finite, before anything was added to it."""
+    """Handles the report that a worker's own part of the gradient was not finite before the reduction."""
     if not context.spec.health.watch or message.step is None:
         return
     steps = context.state.health.brought.setdefault(worker.node, [])
@@ -231,7 +232,7 @@ REPLACEMENT_S = 10.0
 
 @dataclass(kw_only=True)
 class Peers:
-    """What was heard, and the tests."""
+    """The measurements received so far, and the statistical tests on them."""
 
     generation: int = 0
     """The number of the one that `blocks` are of."""
@@ -247,7 +248,7 @@ class Peers:
 
 
 def heard(context: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
-    """A member says where the time of its last steps went."""
+    """Handles a member's report of where the time of its last steps went."""
     generation = context.state.membership.generation
     if not spent or generation is None or not context.spec.health.watch:
         return
@@ -466,7 +467,7 @@ def _say(
 
 
 def describe(slow: Slow) -> str:
-    """For people: how slow, where, since when, at what cost."""
+    """A slow worker in words: how slow it is, in what, since when, and the cost."""
     peers = "the only other rank (which may be unusually fast)" if slow.pair else "its peers"
     return (
         f"computes {slow.ratio:.2f} times as long as {peers}, {slow.excess_s * 1e3:.3g} ms more a step, mostly in "

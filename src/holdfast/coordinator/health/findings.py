@@ -1,5 +1,5 @@
-"""What is heard of nodes' health: findings of one node become one incident, with what they did to the job just before: a
-worker's exit, a lost node, a failed collective. What is done about it `triage` decides."""
+"""Findings of health rules. Findings of one node become one incident, together with what they did to the job shortly before: a
+worker's exit, a lost node, a failed collective. What is done about an incident is decided in `triage`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPARED = "peers"
 
 
 def found(context: Context, node: Node, findings: tuple[Finding, ...]) -> None:
-    """Rules matched on a node."""
+    """Handles findings of rules on one node."""
     for finding in findings:
         # Counted before anything is weighed, so the metrics show what rules match also where nothing is done
         # about it.

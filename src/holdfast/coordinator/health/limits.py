@@ -1,4 +1,5 @@
-"""The nodes taken together: how many were acted on lately, what many report at once, and so what may be done about a finding."""
+"""Limits over all nodes: how many were repaired lately, how many report the same fault at once, and so what may be done about a
+finding."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ against it, and it must come twice; unless it is firm: a user said how much of i
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What is done about a finding, and why."""
+    """The remedy for a finding, and the reasons for it."""
 
     does: Remedy
     """The remedy; WATCH: nothing."""
@@ -65,7 +66,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def soft(source: str, firm: bool) -> bool:
-    """One finding of this kind is not enough."""
+    """Whether a single finding of this kind is not sufficient evidence."""
     return source in SOFT_SOURCES and not firm
 
 
@@ -88,7 +89,7 @@ def next_remedy(asked: Remedy, before: Sequence[Act]) -> Remedy:
 
 
 def for_cause(acts: Sequence[Act], machine: str, device: str, rule: str, now: float) -> list[Act]:
-    """What was done for one cause on one device (or on the node, where either is not known)."""
+    """The remedies applied for one cause on one device, or on the node where either is unknown."""
     return [
         a
         for a in acts
@@ -109,14 +110,14 @@ def repairs_of(acts: Sequence[Act], machine: str, now: float) -> list[Act]:
 
 
 def back_off_s(done: Sequence[Act]) -> float:
-    """How long after the last repair the next one waits, if it can."""
+    """Seconds to wait after the last repair before the next one, where it can wait."""
     # Doubling, so that a machine which breaks after every repair costs the job less and less until it is
     # replaced.
     return min(BACK_OFF_MOST_S, BACK_OFF_S * 2.0 ** (len(done) - 1)) if done else 0.0
 
 
 def blast_limit(fleet: int, share: float) -> int:
-    """So many nodes at most are acted on within the window; at least one."""
+    """The largest number of nodes that may be repaired within the window; at least one."""
     # At least one, or a job of three nodes could never replace any.
     return max(1, int(fleet * share))
 
@@ -137,24 +138,24 @@ def size(context: Context) -> int:
 
 
 def limit(context: Context) -> int:
-    """So many nodes may be acted on within the window."""
+    """The number of nodes that may be repaired within the window."""
     return blast_limit(size(context), context.spec.health.blast_share)
 
 
 def acted_on(context: Context) -> set[str]:
-    """Machines that were acted on within the window."""
+    """The machines that were repaired within the window."""
     return set(_leaves_window_s(context))
 
 
 def may_act(context: Context, machine: str) -> bool:
-    """Acting on this machine stays within the limit."""
+    """Whether repairing this machine stays within the limit."""
     done = acted_on(context)
     # A machine that was acted on counts once, so its next remedy is never blocked by its first.
     return machine in done or len(done) < limit(context)
 
 
 def may_act_at_s(context: Context) -> float:
-    """When one more machine may be acted on, as far as is known now."""
+    """When one more machine may be repaired, on the core's clock, as far as is known now."""
     ends = sorted(_leaves_window_s(context).values())
     return ends[len(ends) - limit(context)] if len(ends) >= limit(context) else context.now
 
@@ -189,7 +190,7 @@ def _ever(health: Health) -> int:
 
 
 def entered(context: Context, act: Act) -> None:
-    """Remembers a remedy: as many as a window of this fleet may have, and all that are under way."""
+    """Records a remedy. Kept are as many as a window of this fleet may have, and all that are under way."""
     context.state.health.acts.append(act)
     _trim(context)
 
@@ -245,12 +246,12 @@ def storm(context: Context, rule: str) -> tuple[int, int, float] | None:
 
 
 def others_show_it(context: Context, node: Node, rule: str) -> int:
-    """Other machines that show the same lately."""
+    """Other machines that reported the same fault lately."""
     return len(set(_near(context, rule)) - {node.machine})
 
 
 def follows_the_script(context: Context, rule: str) -> str | None:
-    """The same at the same step on different nodes: what the script does there, not what they are."""
+    """Whether the same fault occurred at the same step on different nodes: then the script causes it, not the machines."""
     seen = [x for x in context.state.health.sightings if x.rule == rule]
     # One machine alone cannot show that it is the script: it may fail at that step for its own reasons.
     if len({x.machine for x in seen}) < 2:

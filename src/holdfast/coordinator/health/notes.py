@@ -1,4 +1,4 @@
-"""What is remembered of a machine for later jobs, and what a person is asked to look at."""
+"""Records about a machine for later jobs, and requests to a person."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.protocol.health import Ask
 
 
 def remember(context: Context, node: Node, kind: RecordKind, incident: Incident, remedy: str = "") -> None:
-    """For later jobs, of machines that can be told again."""
+    """Writes a record for later jobs, about machines that can be identified."""
     # Only machines that can be told again. A name is given to another machine tomorrow, and would carry this
     # one's record.
     if node.lasting:
@@ -31,7 +31,7 @@ def remember(context: Context, node: Node, kind: RecordKind, incident: Incident,
 
 
 def ask(context: Context, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
-    """A person is to look at something."""
+    """Asks a person to look at something."""
     asks = context.state.health.asks
     number = incident.id if incident else 0
     # Newest last, one per node and rule: a person's list must not fill with repetitions.

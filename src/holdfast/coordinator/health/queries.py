@@ -1,4 +1,4 @@
-"""What the other parts want to know of checks and remedies. Nothing is changed here."""
+"""What other parts may read about checks and remedies. Nothing here changes the state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.protocol.health import CheckResult, Condition
 
 
 def refusal(hello: m.Hello) -> str | None:
-    """Why a node is not let in at all: its basic checks found a fault."""
+    """Why a node is not admitted at all, because its basic checks found a fault; None: they found none."""
     bad = [c for c in hello.checks if c.condition is Condition.FAULTY]
     return described(bad) if bad else None
 
@@ -26,17 +26,17 @@ def described(results: Sequence[CheckResult]) -> str:
 
 
 def decides_now(context: Context) -> bool:
-    """What is done about something that a rule found is to be decided at this moment."""
+    """Whether a decision on a finding is due at this moment."""
     undecided = (incidents.numbered(context.state, number).due_s for number in context.state.health.undecided)
     return any(due_s is not None and context.reached(due_s) for due_s in undecided)
 
 
 def any_ordered(context: Context) -> bool:
-    """An agent that is there has, or gets, an order that it has yet to answer."""
+    """Whether an agent that is connected has, or is about to get, an order that it has not answered."""
     alive = context.index.alive_nodes
     return any(a.request and not a.done and a.node in alive for a in context.state.health.acts)
 
 
 def ordered(context: Context, node: Node) -> bool:
-    """Its agent has, or gets, an order that it has yet to answer."""
+    """Whether the node's agent has, or is about to get, an order that it has not answered."""
     return any(a.node == node.name and a.request and not a.done for a in context.state.health.acts)

@@ -1,7 +1,8 @@
-"""Carrying out what was decided about a node: end its workers, reset a device, reboot, replace.
+"""Carries out what was decided about a node: restart its workers, reset a device, reboot, replace.
 
-What is planned happens when the node has left the job at a step's edge (`NodeHealth.then`); what is fatal happens now. At level
-0 every change is a restart of all, so what is planned waits for the next one.
+A remedy for an error that the job can live with waits until the node has left the job between two steps (`NodeHealth.then`);
+one for a fatal error begins at once. At level 0 every change restarts all workers, so a remedy that can wait is carried out
+with the next restart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from holdfast.protocol.health import Remedy, Severity
 
 
 def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
-    """Does what was decided."""
+    """Begins the remedy that was decided."""
     acts = context.state.health.acts
     for before in acts:
         if before.node == node.name and not before.done:
@@ -80,7 +81,7 @@ def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None
 
 
 def also(context: Context, node: Node, incident: Incident, name: str) -> None:
-    """A worker says what others of its node were ended for a moment ago: it ends, too."""
+    """Ends a worker that reports the fault for which other workers of its node were ended a moment ago."""
     worker = context.state.membership.workers.get(name)
     if incident.does is not Remedy.RESTART_WORKER or worker is None:
         return
@@ -95,7 +96,8 @@ def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> N
 
 
 def ordered(context: Context, node: Node, remedy: Remedy, reason: str) -> None:
-    """A person wants it. No rule has matched, so it belongs to no incident, and no budget of remedies is spent."""
+    """Carries out a remedy that a person ordered. No rule has matched, so it belongs to no incident and is charged to no
+    budget."""
     _let_leave(context, node, remedy, reason, reason)
 
 
@@ -164,12 +166,12 @@ def _reboot(context: Context, node: Node, incident: Incident | None, reason: str
 
 
 def engine_traits(context: Context, traits: EngineTraits) -> None:
-    """The engine says what it does about nodes."""
+    """Takes the engine's statement of what it can do about nodes."""
     context.state.health.engine = traits
 
 
 def came_back(context: Context, node: Node, known: Node | None) -> None:
-    """A node that joins may be a machine that was rebooted. known: what bore its name before."""
+    """Recognizes a node that joins as a machine that was rebooted. known: the node that had its name before."""
     for before in [*context.nodes_in(NodePhase.LOST), *([known] if known is not None else [])]:
         same = before is known or before.machine == node.machine
         # By machine, not by name: a node may come back under another name, and would otherwise be given up as
@@ -193,7 +195,7 @@ def _stays_away(context: Context, node: Node) -> None:
 
 
 def settle(context: Context, incident: Incident) -> None:
-    """What was done about a quiet incident is done."""
+    """Closes an incident that did not disturb training, because its remedy is complete."""
     if incident.quiet and incident.open:
         incident.full_at_s = context.now
         context.record(incidents.describe(context.state, incident, ledger.IncidentSettled))
@@ -203,7 +205,7 @@ def settle(context: Context, incident: Incident) -> None:
 
 
 def left(context: Context, node: Node) -> None:
-    """A node that was to leave for its health has nobody in the job any more."""
+    """Begins the remedy of a node that has left the job for it: none of its workers is a member any more."""
     s = context.state
     remedy, node.health.then = node.health.then, None
     act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
@@ -231,7 +233,7 @@ def left(context: Context, node: Node) -> None:
 
 
 def call_off(context: Context, node: Node, incident: Incident) -> bool:
-    """What was planned is not done after all. False: nothing was, or it is under way."""
+    """Cancels a remedy that has not begun. False: there was none, or it is under way."""
     acts = context.state.health.acts
     act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
     if act is None or node.health.then is None or not node.alive:
@@ -270,14 +272,14 @@ def _send(context: Context, node: Node, act: Act) -> None:
 
 
 def repeat(context: Context, node: Node) -> None:
-    """Sends an order (again) whose answer is not there; an agent does each number once."""
+    """Sends an order whose answer is missing, for the first time or again. An agent carries out each number once."""
     for act in context.state.health.acts:
         if act.node == node.name and act.sent and not act.done:
             context.send(node.name, m.Repair(act.request, act.remedy, act.device, act.rule))
 
 
 def repaired(context: Context, node: Node, request: int, error: str | None) -> None:
-    """An agent did what it was told, or could not."""
+    """Handles an agent's report that it carried out an order, or could not."""
     act = next((a for a in context.state.health.acts if a.request == request and a.node == node.name), None)
     if act is None or act.done:
         return
@@ -302,7 +304,7 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
 
 
 def lost(context: Context, node: Node) -> None:
-    """A node is gone in the middle of it."""
+    """Handles the loss of a node during its remedy."""
     # Numbered, so repeating is safe: an agent that has done it answers again and does nothing.
     for act in context.state.health.acts:
         if act.node == node.name and not act.done:
@@ -317,7 +319,7 @@ def lost(context: Context, node: Node) -> None:
 
 
 def late(context: Context) -> None:
-    """Answers, and machines, that did not come."""
+    """Handles answers, and rebooted machines, that did not come in time."""
     # A copy, because an answer that is late may begin the next remedy, which changes the list.
     for act in list(context.state.health.acts):
         if act.until_s is not None and not act.done and context.reached(act.until_s):

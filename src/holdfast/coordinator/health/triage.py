@@ -1,7 +1,7 @@
 """What an incident with a node's health means for the job, and what is done about it.
 
 `findings` makes incidents of findings. A fatal one is decided at once; an error that the job can live with is decided a
-moment later, when others would have reported the same, and is acted on at a step's edge. `escalation` and `blast_radius` say what
+moment later, when others would have reported the same, and is acted on at a step's edge. `limits` says what
 may be done, `remedies` does it.
 """
 
@@ -34,7 +34,7 @@ BURST_S = 180.0
 
 
 def consider(context: Context, node: Node, incident: Incident, finding: Finding) -> None:
-    """Something more was found: is it decided now, later, or is it decided already?"""
+    """Takes a new finding of an incident into account: it is decided now, later, or was decided already."""
     # None of the nodes is to blame, so nothing is done on any of them: replacing all nodes of a failing
     # switch leaves no job.
     if finding.shared:
@@ -89,7 +89,7 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
 
 
 def struck(context: Context, incident: Incident) -> None:
-    """What was found has now ended a worker or more: there is nothing to wait for."""
+    """Decides an incident at once, because what was found has now ended at least one worker."""
     # Only if it waits. A decision that was made already stands.
     if incident.due_s is not None:
         incident.due_s = context.now
@@ -111,7 +111,7 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
 
 
 def due(context: Context) -> None:
-    """Decides what was left until now, the worst first."""
+    """Decides the incidents that were put off until now, the worst first."""
     now = [i for i in _undecided(context) if i.due_s is not None and context.reached(i.due_s)]
     # The worst first: limits on how many nodes may be acted on apply in this order, and the last place must
     # not go to the mildest.
@@ -150,7 +150,7 @@ def _past(context: Context, node: Node, incident: Incident) -> Decision | None:
 
 
 def well_again(context: Context, node: Node, rule: str) -> None:
-    """What a rule found is there no more: what was to be decided about it need not be."""
+    """Drops what was to be decided about a finding whose fault is gone."""
     for incident in context.state.incidents[-KEPT_ASKS:]:
         if incident.node == node.name and incident.rule == rule and incident.due_s is not None:
             _withhold(
@@ -176,7 +176,7 @@ def cleared(context: Context, machine: str, rule: str) -> None:
 
 
 def decide(context: Context, incident: Incident) -> None:
-    """Says what is done about an incident, and begins it."""
+    """Decides what is done about an incident, records it, and begins it."""
     incident.due_s = None
     context.concerns(incident.id)
     node = context.state.membership.nodes.get(incident.node or "")

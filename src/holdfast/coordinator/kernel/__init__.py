@@ -1,1 +1,1 @@
-"""What every part stands on: the state, events and actions, and the machine that calls the parts."""
+"""The foundation of the core: its state, events and actions, deadlines, and the context that every handler gets."""

@@ -1,5 +1,5 @@
-"""What every handler gets: the job's state, the time, and what it may do, with what it may ask of other parts. It has no clock,
-socket, thread or randomness."""
+"""The context of every handler: the job's state, the time, the actions that it may take, and the requests that it may make of
+other parts. It has no clock, socket, thread or randomness."""
 
 from __future__ import annotations
 
@@ -100,22 +100,22 @@ class Context(ABC):
         return False
 
     def look_again(self) -> None:
-        """What comes next is looked at once more at this moment, also if nothing has been queued."""
+        """Determines once more at this moment what can be done next, even if no event is queued."""
         self._again = True
 
     def is_due(self, timer: Timer) -> bool:
-        """The timer is set, and its time has come."""
+        """Whether the timer is set and its time has come."""
         at_s = self.state.deadlines.at(timer)
         return at_s is not None and self.reached(at_s)
 
     def is_ahead(self, timer: Timer) -> bool:
-        """The timer is set, and its time has not come."""
+        """Whether the timer is set and its time has not come."""
         at_s = self.state.deadlines.at(timer)
         return at_s is not None and not self.reached(at_s)
 
     def transient(self, kind: type[T]) -> T:
-        """A part's own memory of this class, made at the first call. It is no part of the state: a successor of this process
-        begins with a new one."""
+        """A part's own memory of this class, created at the first call. It is not part of the state: a coordinator that takes
+        over begins with a new one."""
         # Not in the state on purpose: it is written with every decision, and measurements (step times,
         # answers to an inspection) change many times a second. A successor measures anew and loses some
         # minutes of statistics.
@@ -139,8 +139,8 @@ class Context(ABC):
         self._out.append(Record(event))
 
     def concerns(self, *numbers: int) -> None:
-        """What is being handled belongs to these incidents, or follows from them: so do the entries of the ledger that it
-        queues, earlier ones included. numbers: of incidents; 0 is none."""
+        """Attributes the event that is being handled to these incidents, and with it every entry that it adds to the ledger,
+        earlier ones included. numbers: of incidents; 0 is none."""
         self._concerned += [n for n in numbers if n and n not in self._concerned]
 
     def _attribute(self) -> None:
@@ -165,7 +165,7 @@ class Context(ABC):
         at_s: float | None = None,
         **known: Any,
     ) -> Incident:
-        """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
+        """Opens an incident, or adds to one that is known already. known: see `incidents.open_incident`."""
         # Whether a new incident was opened is seen by the count, because what happens to a job may belong to
         # an incident that is known: a rule found a fault on the node a minute before.
         count = incidents.total(self.state)
@@ -216,7 +216,7 @@ class Context(ABC):
         return sum(self.index.count_workers(phase) for phase in phases)
 
     def held_or_leaving(self) -> list[Node]:
-        """Nodes that are checked or repaired, or will be, are among these."""
+        """Nodes that are held or about to leave, among which are all that are being checked or repaired, or will be."""
         # Validated after every event. So whoever asks for nodes under repair looks at these few.
         return self.index.nodes_in(NodePhase.HELD, NodePhase.LEAVING)
 
@@ -233,7 +233,8 @@ class Context(ABC):
         return list(self.index.alive_workers.values())
 
     def finished(self) -> list[Worker]:
-        """Workers that have all steps, oldest first. A process that is gone counts: its state may be kept."""
+        """Workers that have completed all steps, oldest first. Those whose process is gone are included, because their state
+        may be kept."""
         left = self.index.workers_in(WorkerPhase.DONE, WorkerPhase.GONE)
         return [w for w in left if w.digest is not None]
 
@@ -247,18 +248,18 @@ class Context(ABC):
         return self.workers_in(WorkerPhase.MEMBER)
 
     def median_s(self) -> float | None:
-        """The slowest member's median step."""
+        """The median step time of the slowest member, in seconds."""
         # The slowest, because a step ends when the slowest is done: a time-out from a mean would take a slow
         # but healthy worker for one that hangs.
         return max((w.median_s for w in self.members() if w.median_s is not None), default=None)
 
     def at_full_strength(self) -> bool:
-        """The newest generation has the target size."""
+        """Whether the newest generation has the target size."""
         g = self.state.membership.generation
         return g is not None and g.strength >= self.state.target
 
     def budget_spent(self) -> bool:
-        """No worker may be started again before the job comes further."""
+        """Whether no worker may be started again until the job has made progress."""
         membership, most = self.state.membership, self.spec.max_restarts
         if not most:
             return membership.restarts_used > 0
@@ -282,13 +283,13 @@ class Mode(Protocol):
         ...
 
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
-        """The process of a worker ended that was not known to be gone."""
+        """The process of a worker ended, and that was not known before."""
         ...
 
     def on_worker_lost(
         self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
     ) -> None:
-        """A worker is gone without having been asked to go. message: how it ended, where that is known."""
+        """A worker is gone that was not asked to leave. message: how its process ended; None: not known."""
         ...
 
     def on_never_started(self, context: Context, worker: Worker) -> None:
@@ -298,7 +299,8 @@ class Mode(Protocol):
     def explain_earlier(
         self, context: Context, node: Node, workers: list[Worker], cause: Cause
     ) -> Incident | None:
-        """A node with these members is gone: the incident that it explains, if others have reported one already."""
+        """A node with these members is gone. Returns the incident that this explains, if others have reported it already; else
+        None."""
         ...
 
     def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
@@ -306,14 +308,14 @@ class Mode(Protocol):
         ...
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
-        """Workers of a node are to end now."""
+        """Ends the workers of a node now."""
         ...
 
     def on_stall(
         self, context: Context, culprits: list[Worker], cause: causes.Hang, allowed: dict[str, float]
     ) -> None:
-        """The job stands still. culprits: who holds it up, as far as that is known; allowed: for how many seconds each
-        worker may stand still where it is."""
+        """The job makes no progress. culprits: the workers that hold it up, as far as that is known; allowed: the seconds that
+        each worker may make no progress in its phase."""
         ...
 
     def change_members(self, context: Context) -> None:
@@ -329,7 +331,7 @@ class Mode(Protocol):
         ...
 
     def advance(self, context: Context) -> None:
-        """After every batch of events: what comes next."""
+        """Called after every batch of events, to do whatever can be done next."""
         ...
 
 
@@ -348,7 +350,7 @@ class Request(Generic[R]):
 
 @dataclass(frozen=True)
 class RemoveNode(Request[None]):
-    """A node cannot be used any more: what runs on it counts as lost, now."""
+    """Removes a node that cannot be used any more: everything on it counts as lost at once."""
 
     node: Node
     cause: Cause
@@ -356,7 +358,7 @@ class RemoveNode(Request[None]):
 
 @dataclass(frozen=True)
 class RefuseNode(Request[None]):
-    """A node is at fault, not what runs on it: it is removed, and it may not come back."""
+    """Removes a node that is itself at fault, and does not let it come back."""
 
     node: Node
     cause: Cause
@@ -364,7 +366,7 @@ class RefuseNode(Request[None]):
 
 @dataclass(frozen=True)
 class DrainNode(Request[None]):
-    """A node is to leave at a step's edge, as soon as another takes its place."""
+    """Lets a node leave between two steps, as soon as another one can take its place."""
 
     node: Node
     reason: str
@@ -372,14 +374,14 @@ class DrainNode(Request[None]):
 
 @dataclass(frozen=True)
 class JoinAfter(Request[float]):
-    """From when on newcomers may join so many workers that stay: seconds on the core's clock."""
+    """Asks from when on newcomers may join this many workers that stay, on the core's clock."""
 
     staying: int
 
 
 @dataclass(frozen=True)
 class EvictWorkers(Request[None]):
-    """Workers of a node are to end now, and others to take their places."""
+    """Ends workers of a node now, and starts others in their places."""
 
     node: Node
     workers: list[Worker]
@@ -388,7 +390,7 @@ class EvictWorkers(Request[None]):
 
 @dataclass(frozen=True)
 class HandleReport(Request[None]):
-    """What a worker reported may have been missed: it is handled as if it came now."""
+    """Handles a worker's report that may have been missed, as if it arrived now."""
 
     worker: Worker
     message: m.WorkerMessage
@@ -396,7 +398,7 @@ class HandleReport(Request[None]):
 
 @dataclass(frozen=True)
 class StopJob(Request[None]):
-    """The job ends at the next commit, with what was committed."""
+    """Ends the job at the next commit. What was committed is kept."""
 
     reason: str
     outcome: str
@@ -409,14 +411,14 @@ class StopJob(Request[None]):
 
 @dataclass(frozen=True)
 class KeepNode(Request[None]):
-    """A node does not leave, and its scripts are told if they had heard that it does."""
+    """Cancels the departure of a node, and withdraws the notice that its scripts were given."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class LetGo(Request[None]):
-    """A node leaves as planned, now: nothing of the job is on it any more."""
+    """Lets a node leave as planned, now: nothing of the job is on it any more."""
 
     node: Node
     reason: str
@@ -424,7 +426,7 @@ class LetGo(Request[None]):
 
 @dataclass(frozen=True)
 class AwaitReturn(Request[None]):
-    """A machine that left was rebooted: it comes back as a node that was asked for."""
+    """Expects a machine that is being rebooted to come back as a new node."""
 
 
 @dataclass(frozen=True)
@@ -440,7 +442,7 @@ class PauseRequests(Request[None]):
 
 @dataclass(frozen=True)
 class CompareCopies(Request[None]):
-    """A node joined, or came back: its hello says what it holds, and what it has missed is sent again."""
+    """Compares the shards listed in a node's hello with the recorded ones, and sends again what the node missed."""
 
     node: Node
     hello: m.Hello
@@ -448,26 +450,26 @@ class CompareCopies(Request[None]):
 
 @dataclass(frozen=True)
 class DropCopies(Request[None]):
-    """A node is gone, and what it held with it."""
+    """Removes the copies of a node that is gone."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class SpreadCopies(Request[None]):
-    """Copies that are missing may be asked for from others now."""
+    """Orders missing copies from other nodes, which may be possible now."""
 
 
 @dataclass(frozen=True)
 class HandOver(Request[bool]):
-    """A node is about to leave as planned. True: it still gives on what nobody else holds."""
+    """Asks whether a node that is about to leave as planned still has to copy shards that nobody else holds."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class RewindTo(Request[None]):
-    """The next generation goes on from this step, and not from live state: what was saved later is void."""
+    """The next generation resumes at this step from a saved state: what was saved of later steps is void."""
 
     start: int
     """Committed steps."""
@@ -475,7 +477,7 @@ class RewindTo(Request[None]):
 
 @dataclass(frozen=True)
 class ReportUnreadable(Request[None]):
-    """A worker could not be restored from a snapshot, or from a checkpoint."""
+    """A worker could not be restored from a snapshot or a checkpoint."""
 
     source: Copy | Durable
     message: m.CollectiveError
@@ -483,7 +485,7 @@ class ReportUnreadable(Request[None]):
 
 @dataclass(frozen=True)
 class AwaitChecksums(Request[None]):
-    """A worker has ended, and its node computes the checksums of what it gave."""
+    """A worker has ended, and its node computes the checksums of the shards that it left there."""
 
     worker: Worker
     message: m.Exited
@@ -491,24 +493,24 @@ class AwaitChecksums(Request[None]):
 
 @dataclass(frozen=True)
 class NoteLast(Request[None]):
-    """A worker left the state after its last step to its node."""
+    """A worker left its state after the last step in its node's memory."""
 
     worker: Worker
 
 
 @dataclass(frozen=True)
 class ForgetLast(Request[None]):
-    """What became of those states is not waited for any more."""
+    """Stops waiting for reports on those states."""
 
 
 @dataclass(frozen=True)
 class StoreLast(Request[bool]):
-    """The job ends: its last state goes to every durable tier. False: nothing more comes of it."""
+    """Writes the job's last state to every durable tier, because the job ends. False: nothing is left to wait for."""
 
 
 @dataclass(frozen=True)
 class ReportUnsaved(Request[None]):
-    """The job ends: if its last state is in no tier for a reason that was not recorded, it is recorded now."""
+    """Records why the job's last state is in no tier, if that was not recorded before; the job ends."""
 
 
 # ---------------------------------------------------------------- of health
@@ -516,7 +518,7 @@ class ReportUnsaved(Request[None]):
 
 @dataclass(frozen=True)
 class RefuseAdmission(Request[None]):
-    """A node is not let in, because its basic checks found a fault."""
+    """A node is not admitted, because its basic checks found a fault."""
 
     hello: m.Hello
     reason: str
@@ -536,7 +538,7 @@ class AdmitNode(Request[None]):
 
 @dataclass(frozen=True)
 class RepeatOrders(Request[None]):
-    """An agent came back: orders that it has not answered are sent again."""
+    """Sends an agent that came back the orders that it has not answered."""
 
     node: Node
 
@@ -552,21 +554,21 @@ class NoteNodeLost(Request[None]):
 
 @dataclass(frozen=True)
 class ApplyRemedy(Request[None]):
-    """A node that was to leave for its health has nobody in the job any more: what was decided about it is done."""
+    """Begins the remedy of a node that has left the job for it."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class DecideIncident(Request[None]):
-    """What was done about an incident did not work: it is decided again."""
+    """Decides an incident again, because its remedy did not work."""
 
     incident: Incident
 
 
 @dataclass(frozen=True)
 class Escalate(Request[None]):
-    """The next remedy is taken for an incident, because the last one did not work."""
+    """Applies the next stronger remedy to an incident, because the last one did not work."""
 
     node: Node
     incident: Incident
@@ -585,7 +587,7 @@ class NoteWorkerEnded(Request[None]):
 
 @dataclass(frozen=True)
 class NoteWaits(Request[None]):
-    """For so many seconds of the newest steps all waited for the data of one, and for those that are slow."""
+    """Counts seconds of the newest steps in which all waited for one worker's data, and for slow workers."""
 
     data_s: float
     slow_s: float
@@ -593,12 +595,12 @@ class NoteWaits(Request[None]):
 
 @dataclass(frozen=True)
 class SwapLemons(Request[None]):
-    """The job trains and lacks nobody: a machine with a bad history may be replaced by a better one."""
+    """The job trains at full strength: a machine with a bad history may be replaced by a better one."""
 
 
 @dataclass(frozen=True)
 class CompareSteps(Request[None]):
-    """A member reports where the time of its steps went, and their losses: it is compared with the others."""
+    """Compares a member's report of its step times and losses with those of the others."""
 
     worker: Worker
     message: m.Progress
@@ -606,7 +608,7 @@ class CompareSteps(Request[None]):
 
 @dataclass(frozen=True)
 class NoteNonFinite(Request[None]):
-    """A rank's own part of a step was not finite, before anything was added to it."""
+    """A worker's own part of the gradient or loss was not finite before the reduction."""
 
     worker: Worker
     message: m.Failed
@@ -614,7 +616,7 @@ class NoteNonFinite(Request[None]):
 
 @dataclass(frozen=True)
 class NoteMiscomputed(Request[None]):
-    """A worker is taken out, because others have proven that it computed other bits than they did."""
+    """A worker is removed, because other workers have proven that it computed different bits."""
 
     worker: Worker
     cause: GradientsDiffer

@@ -1,7 +1,7 @@
-"""Deadlines of nodes and workers, and what becomes of all times when nobody listened.
+"""Deadlines of nodes and workers, and how all times are moved after the coordinator did not process events for a while.
 
-Deadlines follow from what is known of a node or a worker, such as when it was last heard, and each process finds them anew from the
-state. A timer of the job is set to a time instead (`state.Timers`). When the core has to look again is found by the comparison
+The deadline of a node or a worker follows from its state, such as when it was last heard of, so each process computes it anew.
+A timer of the job is set to a time instead (`state.Timers`). When the core has to look again is recorded by the comparison
 itself: see `Context.reached`.
 """
 
@@ -122,14 +122,15 @@ class Watch:
         return worker.awaited_s + self._timing.start_s if starting else None
 
 
-# ---------------------------------------------------------------- times in which nobody listened
+# ---------------------------------------------------------------- times in which no events were processed
 # One place moves all times of the state: which, and how, is said by their types (`state.Since`, `state.Until`), so a new one
 # is moved as soon as it is there.
 
 
 def move_times(state: CoreState, now: float, away_s: float) -> None:
-    """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
-    silence of theirs. Whoever has a time to answer in has as much of it as before."""
+    """Moves all times by the `away_s` seconds in which the coordinator did not process events. Silence in that time was not the
+    others', and earlier decisions may have been sent that late. Whoever has to answer until a time has as much time left as
+    before."""
     moved = {Moves.SINCE: lambda at_s: min(now, at_s + away_s), Moves.UNTIL: lambda at_s: at_s + away_s}
     _move(state, moved)
     for timer, at_s in state.deadlines.at_s.items():
@@ -138,10 +139,10 @@ def move_times(state: CoreState, now: float, away_s: float) -> None:
 
 
 def resume_times(state: CoreState, now: float, away_s: float, back_s: float) -> None:
-    """As `move_times`, by a coordinator that replaced another one. Its predecessor may have listened after its last entry, so
-    whoever has a time to answer in has the rest of it, and in any case until they can be heard again.
+    """Moves all times as `move_times`, after this coordinator replaced another one. Its predecessor may have processed events
+    after its last entry, so times to answer are kept, but are at least `back_s`.
 
-    away_s: since the last entry. back_s: when all that are there can have spoken.
+    away_s: seconds since the last entry. back_s: when every agent that is alive can have reconnected.
     """
     _move(
         state,

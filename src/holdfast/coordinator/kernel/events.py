@@ -1,4 +1,4 @@
-"""What goes into the core, and what comes out of it."""
+"""The input of the core (events) and its output (actions)."""
 
 from __future__ import annotations
 
@@ -109,13 +109,14 @@ class DurableFound(msgspec.Struct, frozen=True):
 # The service measures this, because the core has no clock. Without it a coordinator that was stopped for five
 # seconds would wake up, find every node silent for longer than the detection time, and end a healthy job.
 class Overslept(msgspec.Struct, frozen=True):
-    """The coordinator's process did not get to listen for so long: what agents said meanwhile is still to be read."""
+    """The coordinator's process could not process messages for this long. What agents sent meanwhile is still to be read."""
 
     away_s: float
 
 
 class Starved(msgspec.Struct, frozen=True):
-    """An agent of this machine waited so long for a processor: that much of its silence says nothing about it."""
+    """An agent on the coordinator's machine waited this long for a processor. That part of its silence says nothing about the
+    agent."""
 
     node: str
     waited_s: float

@@ -1,4 +1,4 @@
-"""What is known of a machine from before: what its records mean for whether, and when, it is used. Pure."""
+"""What the records of a machine mean for whether and when it is used. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT_RECORDS = 64
 
 
 class RecordKind(StrEnum):
-    """What is remembered of a machine."""
+    """The kinds of records about a machine."""
 
     INCIDENT = "incident"  # a rule found a fault on it
     LOST = "lost"  # it was lost while it was used

@@ -1,4 +1,4 @@
-"""The book of incidents: each fault from its first sign to the first commit at full strength."""
+"""Incidents: each fault from its first sign to the first commit at full strength."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def was_injected(state: CoreState, number: int) -> bool:
 
 
 def numbered(state: CoreState, number: int) -> Incident:
-    """The incident of this number, which something that is still to be done refers to."""
+    """The incident with this number, to which something that is still to be done refers."""
     return state.incidents[number - 1 - state.forgotten]
 
 
 def count_anew(state: CoreState) -> None:
-    """Generations are counted from 1 again: those of all incidents were before."""
+    """Separates all incidents so far from the generations to come, whose numbers begin at 1 again."""
     for incident in state.incidents:
         incident.generation = 0
 
@@ -217,7 +217,7 @@ def _disturb(
 def lost_together(
     state: CoreState, now: float, incident: Incident, cause: Cause, node: str, workers: list[str]
 ) -> None:
-    """Another node was lost with those of this incident: with what they share. It still has one beginning and one end."""
+    """Adds a node to an incident whose nodes were lost together. The incident still has one beginning and one end."""
     _add(incident, Evidence(rule="", source="job", text=f"{node}: {cause}", at_s=now))
     incident.lost_nodes.append(node)
     incident.lost_at_s = now
@@ -242,7 +242,7 @@ def _explain_by_sighting(state: CoreState, incident: Incident, now: float, worke
 
 
 def explain(incident: Incident, sighting: Sighting, now: float) -> None:
-    """What a rule found is the cause of what happened to the job."""
+    """Makes what a rule found the cause of what happened to the job."""
     cause = RuleMatched(sighting.rule, sighting.text)
     if incident.rule == "" and not incident.quiet:
         corrected(incident, cause)
@@ -251,7 +251,7 @@ def explain(incident: Incident, sighting: Sighting, now: float) -> None:
 
 
 def corrected(incident: Incident, cause: Cause) -> None:
-    """Somebody who knows better says what it was; what it was taken for stays as evidence."""
+    """Replaces the cause of an incident by a better one. The earlier one is kept as evidence."""
     _add(incident, Evidence(rule="", source="job", text=str(incident.cause), at_s=incident.detected_at_s))
     incident.cause = cause
 
@@ -271,7 +271,7 @@ def raised_now(state: CoreState) -> Incident | None:
 def caused(
     state: CoreState, now: float, incident: Incident, cause: Cause, node: str, workers: list[str]
 ) -> None:
-    """What others raised has its cause here: the incident is of these workers and this node."""
+    """Attributes errors that other workers raised to an incident of these workers and this node, which has the cause."""
     corrected(incident, cause)
     incident.node, incident.raised = node, False
     incident.workers, incident.ranks = workers, _ranks(state, workers)
@@ -370,7 +370,8 @@ def open_ones(state: CoreState) -> list[Incident]:
 
 
 def last_root_cause(state: CoreState) -> RootCause | None:
-    """Of the newest fault that the job has not got over: what its worker said, or its cause. None: there is none."""
+    """The root cause of the newest fault from which the job has not recovered: a worker's report, or the incident's cause.
+    None: there is none."""
     if not (open_now := open_ones(state)):
         return None
     newest = open_now[-1]
@@ -379,7 +380,7 @@ def last_root_cause(state: CoreState) -> RootCause | None:
 
 
 def reopen(state: CoreState, incident: Incident) -> None:
-    """Something is to be done about it after all."""
+    """Opens an incident again, because something is to be done about it after all."""
     incident.full_at_s = None
     # `closed` is the length of the prefix that is settled, an index for `open_ones`. It must come down to
     # this one, or a reopened incident would be invisible.
@@ -396,19 +397,19 @@ def decided(state: CoreState, now: float, rung: str) -> list[int]:
 
 
 def decided_by_itself(incident: Incident, now: float) -> None:
-    """Nothing was to be decided: training went on meanwhile."""
+    """Marks incidents decided for which nothing had to be decided, because training went on."""
     incident.decided_at_s = now
 
 
 def paused(state: CoreState, since_s: float, until_s: float) -> None:
-    """The script did work of its own for so long: it would have done it without a fault, and no fault has cost it."""
+    """Excludes time in which the script did work of its own between two steps: a fault did not cost that time."""
     for incident in open_ones(state):
         if incident.first_commit_at_s is None:
             incident.paused_s += max(0.0, until_s - max(since_s, incident.began_s))
 
 
 def replaced(state: CoreState, now: float) -> None:
-    """A newcomer is ready or taken in: the oldest open incident that still needs one has it."""
+    """Marks the oldest open incident that still needs a newcomer as having one, when a newcomer is ready or a member."""
     for incident in open_ones(state):
         if incident.needs_newcomer and incident.replaced_at_s is None:
             incident.replaced_at_s = now
@@ -507,7 +508,7 @@ def shown(state: CoreState, incident: Incident) -> dict[str, Any]:
 
 
 def stall_s(incident: Incident) -> float | None:
-    """From its (last) strike to the next commit by anyone, without what the script did meanwhile of its own."""
+    """Seconds from the (last) disturbance to the next commit by any worker, without the script's own work meanwhile."""
     return _gap(incident.struck_s, incident.first_commit_at_s, incident.paused_s)
 
 
@@ -536,14 +537,13 @@ class ScriptFault(msgspec.Struct, frozen=True):
 
 
 def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int = 1) -> ScriptFault | None:
-    """Does the newest failure show that the script, not the machine, is at fault?
+    """Whether the newest failure shows that the script is at fault, and not the machine.
 
-    Before the first step: the same error in two workers, on two nodes where there are two; once the job has
-    trained, such a failure is the machine's. At a step: the same error again after a retry, in a second worker
-    (another rank at once, or the fresh one that took over). A death by signal says less about the script, so it
-    must repeat three times.
+    Before the first step: the same error in two workers, on two nodes where there are two; once the job has trained, such a
+    failure is the machine's. At a step: the same error again after a retry, in a second worker (another rank at once, or the
+    new one that took over). A death by signal says less about the script, so it must repeat three times.
 
-    trained: workers of this script have trained before. nodes: nodes that the job has.
+    trained: workers of this script have trained before. nodes: number of nodes of the job.
     """
     if not failures:
         return None

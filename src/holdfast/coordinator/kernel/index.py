@@ -1,6 +1,7 @@
-"""Nodes and workers by phase, and what must be true of the state.
+"""An index of nodes and workers by phase, and the invariants of the state.
 
-Whoever asks for the few that leave does not look at the thousands that train."""
+A handler that needs the few nodes that leave need not examine the thousands that train.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +77,9 @@ def _listed(*groups: _InOrder[T]) -> list[T]:
 
 
 class PhaseIndex:
-    """Where nodes and workers are found without a look at all. Written by `transitions` alone.
+    """Nodes and workers by phase, kept up to date by `transitions` alone.
 
-    It is no part of the state: each process makes it from the state that it starts with. `differences` compares both,
+    It is not part of the state: each process builds it from the state with which it starts. `differences` compares the two,
     after every event of the random schedules.
 
     Attributes:
@@ -132,12 +133,12 @@ class PhaseIndex:
         return _listed(self._with_room)
 
     def lemons(self) -> list[Node]:
-        """Nodes that are not gone and that their history speaks against, in the order in which they came."""
+        """Nodes that are not gone and whose machine has a bad history, in the order in which they came."""
         return _listed(self._lemons)
 
     @property
     def any_place(self) -> bool:
-        """Of some node that lives it is known where it stands."""
+        """Whether the place of any node that is alive is known."""
         return bool(self._at)
 
     def nodes_at(self, place: NodePlace) -> list[Node]:
@@ -220,7 +221,7 @@ class PhaseIndex:
         del self._numbers[worker.name]
 
     def renew(self, node: Node) -> None:
-        """What depends on more than the node's phase: whether it has room, and whether it is a lemon."""
+        """Updates what depends on more than the node's phase: whether it has room, and whether it is a lemon."""
         # Computed from what is known now, at each change, and never counted up and down. A count that was
         # wrong once would stay wrong, and a node with a free slot would not be staffed again.
         slots = min(node.slots, self._nproc)
@@ -238,7 +239,7 @@ class PhaseIndex:
     # ------------------------------------------------------------ compared
 
     def differences(self) -> Iterator[str]:
-        """Where it is not what a look at the whole state gives."""
+        """Where the index differs from one that is built from the whole state."""
         fresh = PhaseIndex(self._membership, self._nproc)
         for name, kept, seen in zip(_KINDS, self._contents(), fresh._contents(), strict=True):
             if kept != seen:

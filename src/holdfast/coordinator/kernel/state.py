@@ -25,12 +25,12 @@ from holdfast.protocol.snapshots import Copy, Holder, Key, Shard
 
 
 # ---------------------------------------------------------------- times
-# Every time says what becomes of it when nobody listened for a while, because this process did not run: `deadlines` moves
-# all of them in one place. A test holds that no field is a bare number of seconds.
+# The type of each time says how it is moved after this process did not run for a while: `deadlines` moves all of them in one
+# place. A test ensures that no field is a bare number of seconds.
 
 
 class Moves(Enum):
-    """What a time does when nobody listened for a while."""
+    """How a time is moved after the coordinator did not process events for a while."""
 
     NEVER = "never"
     SINCE = "since"
@@ -38,12 +38,12 @@ class Moves(Enum):
 
 
 At = Annotated[float, Moves.NEVER]
-"""When something happened, or is to happen whoever listens, such as the end of an allocation."""
+"""When something happened, or will happen in any case, such as the end of an allocation. Never moved."""
 Since = Annotated[float, Moves.SINCE]
-"""From when on somebody's silence, or a standstill, counts: it moves with what nobody could hear, but never beyond now. A node
-that has just spoken would otherwise be trusted into the future, and its loss found late by as much."""
+"""From when on silence, or a lack of progress, counts. Moved by the time in which events were not processed, but never beyond
+now: a node that has just sent something would otherwise be trusted into the future, and its loss found late by as much."""
 Until = Annotated[float, Moves.UNTIL]
-"""Up to when somebody has time to answer: as much of it as before."""
+"""Until when an answer is awaited. Moved so that as much time is left as before."""
 Span = float
 """A length of time."""
 
@@ -123,7 +123,7 @@ class JobPhase(StrEnum):
 
 
 class NodePhase(StrEnum):
-    """What a node is good for."""
+    """What a node can be used for."""
 
     IN_SERVICE = "in-service"  # workers run on it, or may
     HELD = "held"  # gets no workers: it is checked or repaired, or will be
@@ -132,7 +132,7 @@ class NodePhase(StrEnum):
 
 
 class WorkerPhase(StrEnum):
-    """What one worker is doing, as far as the coordinator was told."""
+    """What a worker is doing, as far as it was reported."""
 
     STARTING = "starting"
     ATTACHED = "attached"  # the script called holdfast.start
@@ -160,7 +160,7 @@ ones is not known."""
 
 
 class InARow(msgspec.Struct, omit_defaults=True):
-    """Restarts since the job came further."""
+    """Restarts since the job last made progress."""
 
     count: int = 0
     at_s: At | None = None
@@ -188,7 +188,7 @@ class InARow(msgspec.Struct, omit_defaults=True):
 
 
 class Daily(msgspec.Struct, omit_defaults=True):
-    """How much a count that only rises has risen in a day."""
+    """How much a count that only grows has grown within a day."""
 
     since_s: At | None = None
     base: int = 0
@@ -285,7 +285,7 @@ TEXT_CHARS = 120
 
 
 class Evidence(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One thing that was seen of an incident."""
+    """One observation about an incident."""
 
     rule: str
     """Empty for what happened to the job itself."""
@@ -374,7 +374,7 @@ class HealthTotals(msgspec.Struct, omit_defaults=True):
 
 
 class Slow(msgspec.Struct, kw_only=True):
-    """A worker that computes longer than its peers, so that all wait for it."""
+    """A worker that computes longer than its peers, so that all others wait for it."""
 
     worker: str
     node: str
@@ -405,7 +405,7 @@ class Slow(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What health knows of machines, and what it did about them. Written by `health`."""
+    """Findings about machines, and the remedies. Written by `health`."""
 
     sightings: list[Sighting] = []
     """Newest last."""
@@ -447,7 +447,7 @@ REMEDIES = tuple(Remedy)
 
 
 def graver(a: Severity, b: Severity) -> bool:
-    """a is worse than b."""
+    """Whether a is worse than b."""
     return SEVERITIES.index(a) > SEVERITIES.index(b)
 
 
@@ -596,7 +596,7 @@ SIZES_KEPT = 512
 
 
 class StandingNotice(msgspec.Struct, frozen=True):
-    """A notice that the scripts were told and that was not withdrawn."""
+    """A notice that scripts were given and that was not withdrawn."""
 
     number: int
     """Counts the job's notices from 1 on."""
@@ -619,7 +619,7 @@ class NodeMemory(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class NodeHealth(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What is done about a node's health. Written by `health`."""
+    """The checks and remedies of a node. Written by `health`."""
 
     then: Remedy | None = None
     """The remedy that is begun once nothing of the job runs on it; None: none."""
@@ -1100,7 +1100,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
 
 
 class HeldShard(msgspec.Struct):
-    """One shard of a snapshot, and where it is."""
+    """One shard of a snapshot, and the nodes that hold it."""
 
     copy: Copy
     nodes: list[str] = []
@@ -1110,8 +1110,8 @@ class HeldShard(msgspec.Struct):
 
 
 class MemorySnapshot(msgspec.Struct, kw_only=True):
-    """What workers copied at one step. Replicas whose bytes differ (in buffers) give several shards of one
-    rank."""
+    """The state at one step, as workers copied it into memory. Replicas whose bytes differ (in buffers) give several shards of
+    one rank."""
 
     step: int
     generation: int
@@ -1148,7 +1148,7 @@ class MemorySnapshot(msgspec.Struct, kw_only=True):
 
 
 class Rewind(msgspec.Struct):
-    """A generation that did not go on from live state: later steps of those before it never happened."""
+    """A generation that started from a saved state: steps of earlier generations after that state are void."""
 
     number: int
     """The generation's."""
@@ -1157,7 +1157,7 @@ class Rewind(msgspec.Struct):
 
 
 class Storing(msgspec.Struct, kw_only=True):
-    """A checkpoint on its way to a durable tier, or the last one that came there."""
+    """A checkpoint that is being written to a durable tier, or the last one that was."""
 
     tier: str
     """Its URL."""
@@ -1198,7 +1198,7 @@ class Storing(msgspec.Struct, kw_only=True):
 
 
 class TierTotals(msgspec.Struct, kw_only=True):
-    """What came to a durable tier since the job's start."""
+    """Counts of what was written to a durable tier since the job's start."""
 
     checkpoints: int = 0
     nbytes: int = 0
@@ -1212,7 +1212,7 @@ class TierTotals(msgspec.Struct, kw_only=True):
 
 
 class SavingTotals(msgspec.Struct, kw_only=True):
-    """What was saved since the job's start."""
+    """Counts of what was saved since the job's start."""
 
     snapshots: int = 0
     """Those that were complete."""

@@ -1,7 +1,7 @@
 """The only file that assigns a phase: of the job, of a worker, of a node.
 
-Everything else that the core decides goes by phases, so a phase that comes about in a way that nobody thought of would be
-believed everywhere. It is refused here instead, at the event that brings it.
+All other decisions depend on phases. So a transition that nobody thought of is refused here, at the event that causes it,
+instead of being believed everywhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NODE: dict[NodePhase, frozenset[NodePhase]] = {
 
 
 class IllegalTransition(HoldfastError):
-    """A phase that cannot follow: a mistake in the core, not in the job."""
+    """A phase that must not follow the current one. It is a mistake in the core, not in the job."""
 
 
 def enter_job(context: Context, to: JobPhase) -> None:
@@ -120,25 +120,25 @@ def forget_node(context: Context, name: str) -> None:
 
 
 def hold(context: Context, node: Node, reason: str) -> None:
-    """A node gets no workers for now."""
+    """Gives a node no workers for now."""
     node.held = reason
     _enter_by_reasons(context, node)
 
 
 def use(context: Context, node: Node) -> None:
-    """Nothing keeps workers away from a node any more."""
+    """Lets a held node have workers again."""
     node.held = None
     _enter_by_reasons(context, node)
 
 
 def leave(context: Context, node: Node, reason: str) -> None:
-    """A node is to leave. Of one that is lost it says why it may not come back."""
+    """Marks a node that is to leave. For a node that is lost, the reason why it may not come back."""
     node.leaving = reason
     _enter_by_reasons(context, node)
 
 
 def stay(context: Context, node: Node) -> None:
-    """A node that was to leave is needed after all."""
+    """Takes back that a node is to leave."""
     node.leaving = None
     _enter_by_reasons(context, node)
 

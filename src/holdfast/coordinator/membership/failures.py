@@ -1,5 +1,5 @@
-"""Workers that fail, die or do not move: what it means, and who or what is to blame. The second half is about hangs, where
-everyone stands still and nobody says why."""
+"""Workers that fail, die or make no progress: what each report means, and its root cause. The second half handles hangs, in
+which all workers wait and none reports an error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ MOST_FAILED_STARTS = 3
 
 
 def failed(context: Context, worker: Worker, message: m.Failed) -> None:
-    """User code raised. In a step: retry in process, then a fresh worker, then it is the script's."""
+    """Handles an exception of the script or of Holdfast in a worker. Within a step the step is tried again, first by the same
+    workers, then with a new worker; a failure that repeats is the script's and ends the job."""
     membership = context.state.membership
     current = membership.generation
     if any(
@@ -156,8 +157,8 @@ def _alone_refuses(context: Context, worker: Worker) -> bool:
 
 
 def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffer) -> None:
-    """Members computed one micro-batch, and not to the same bits. Nobody prepared the step, so it is dropped; who is proven
-    to be wrong is taken out."""
+    """Handles the report that several members computed the same micro-batch with different results. Nobody has prepared the
+    step, so it is dropped; a member that is proven wrong is removed."""
     membership = context.state.membership
     current = membership.generation
     # All members say it. The first one's word ends the generation, and the others' are about one that has ended.
@@ -209,7 +210,7 @@ def _failed_before(context: Context, worker: Worker, message: m.Failed) -> bool:
 
 
 def first_root_cause(context: Context, signature: str) -> RootCause | None:
-    """What the first worker said that failed in this way."""
+    """The root cause that the first worker with this failure signature reported; None: none did."""
     for failure in context.state.membership.failures:
         if failure.signature == signature and failure.worker in context.state.membership.root_causes:
             return context.state.membership.root_causes[failure.worker]
@@ -225,7 +226,7 @@ def note_failure(
     also_on: tuple[str, ...] = (),
     lasted_s: float = 0.0,
 ) -> None:
-    """Remembers a failure for `script_fault` and `gang_fault`."""
+    """Records a failure for `script_fault` and `gang_fault`."""
     context.state.membership.failures.append(
         Failure(
             step=step,
@@ -244,7 +245,7 @@ def note_failure(
 
 
 def forgive(context: Context, innocent: Callable[[Failure], bool]) -> None:
-    """Forgets failures that turned out to be something else's."""
+    """Removes the records of failures that turned out to have another cause."""
     membership = context.state.membership
     for failure in filter(innocent, membership.failures):
         if node := membership.nodes.get(failure.node):
@@ -291,7 +292,7 @@ def exited(context: Context, message: m.Exited) -> None:
 def lose_worker(
     context: Context, worker: Worker, cause: causes.Cause, message: m.Exited | None = None
 ) -> None:
-    """A worker is gone without having been asked to go. message: how it ended, where that is known."""
+    """Handles the unrequested end of a worker. message: how its process ended; None: not known."""
     # The phase that it had is what the mode needs, and the transition overwrites it.
     was, worker.vanished_s = worker.phase, None
     transitions.enter(context, worker, WorkerPhase.GONE)
@@ -315,7 +316,7 @@ def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool)
 
 
 def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None:
-    """One more that did not get ready. Workers that were started together count once."""
+    """Counts a worker that ended before it was ready. Workers that were started together count once."""
     s, node = context.state, context.state.membership.nodes.get(worker.node)
     # Workers that were started together fail together (a missing file on every node). As one attempt they
     # count once, or the first bad start would pause the job for minutes.
@@ -332,7 +333,7 @@ def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None
 
 
 def started_well(context: Context, worker: Worker) -> None:
-    """A worker became ready: what failed before was no rule."""
+    """Resets the count of failed starts, because a worker became ready."""
     context.state.membership.bad_starts = 0
     context.state.deadlines.clear(Timer.START_AFTER)
     if node := context.state.membership.nodes.get(worker.node):
@@ -343,7 +344,7 @@ def started_well(context: Context, worker: Worker) -> None:
 
 
 def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
-    """Takes workers out that will not leave by themselves."""
+    """Removes workers that will not leave the generation by themselves."""
     membership = context.state.membership
     # One incident per node: eight workers that are taken out of one node are one fault.
     by_node: dict[str, list[Worker]] = {}
@@ -417,7 +418,7 @@ def end_stuck(context: Context) -> None:
 
 
 def forget(context: Context) -> None:
-    """Keeps the state small, however long the job runs."""
+    """Drops old failures and workers, so that the state stays small however long the job runs."""
     failures = context.state.membership.failures
     if len(failures) > KEPT:
         del failures[: -KEPT // 2]
@@ -441,19 +442,19 @@ _FOR_OTHERS = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN})
 # Only in memory. A successor would not know which answers belong to which request, so it starts an inspection
 # of its own when the next agent reports a stall.
 class Inspection:
-    """Answers to the newest Inspect. Not part of the state: a successor asks again."""
+    """The answers to the newest Inspect. Not part of the state: a coordinator that takes over asks again."""
 
     views: list[m.WorkerView] = field(default_factory=list)
     stacks: dict[str, str] = field(default_factory=dict)
     unheard: set[str] = field(default_factory=set)
 
     def begin(self, nodes: set[str]) -> None:
-        """These nodes are asked now; what others answered before does not count any more."""
+        """Starts a new inspection of these nodes. Answers to an earlier one are ignored from now on."""
         self.views, self.stacks, self.unheard = [], {}, nodes
 
 
 def stalled(context: Context, name: str, view: m.WorkerView) -> None:
-    """An agent says that a worker stands still: every node is asked how its workers stand."""
+    """Handles an agent's report that a worker makes no progress: asks every node for the positions of its workers."""
     s = context.state
     worker = s.membership.workers.get(name)
     if worker is None or worker.phase is WorkerPhase.GONE:
@@ -499,7 +500,7 @@ def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
 
 
 def inspected(context: Context, message: m.InspectReply) -> None:
-    """One node's answer; the last one leads to a verdict."""
+    """Handles one node's answer. The last answer leads to a verdict."""
     s, inspection = context.state, context.transient(Inspection)
     # An answer to an earlier request shows the workers as they were then; one that moved since would look
     # stopped.
@@ -517,7 +518,7 @@ def inspected(context: Context, message: m.InspectReply) -> None:
 
 
 def judge(context: Context) -> None:
-    """All have answered, or the time for it is over."""
+    """Decides which workers cause a hang, when all nodes have answered or the time for their answers is over."""
     s, inspection = context.state, context.transient(Inspection)
     s.deadlines.clear(Timer.INSPECT)
     allowed = {v.worker: _allowed_s(context, v) for v in inspection.views}
@@ -575,8 +576,8 @@ def _waiting(views: list[m.WorkerView], ranks: dict[str, int]) -> list[str]:
 
 
 def at_work(context: Context, suspects: set[str]) -> bool:
-    """At level 0 nobody says where in a step it is. A suspect (everyone, if none is named) that uses the processor
-    may evaluate or save, for as long as a start may take."""
+    """At level 0 workers do not report their phase within a step. A suspect (any worker, if none is named) that uses the
+    processor may be evaluating or saving, and is left alone for as long as a start may take."""
     views = [v for v in context.transient(Inspection).views if v.worker in suspects or not suspects]
     return any(v.busy and v.process not in "TtXZ" and v.idle_s < context.timing.start_s for v in views)
 
@@ -598,8 +599,8 @@ def _allowed_s(context: Context, view: m.WorkerView) -> float:
 
 
 def nobody_differs(context: Context, cause: causes.Hang) -> None:
-    """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
-    them is at fault, and the state lives on in the rest."""
+    """Handles a hang in which no worker differs from the others. The step is tried again twice. Then half of the workers are
+    replaced, and after that the other half: one of them is at fault, and the others keep the state."""
     membership = context.state.membership
     # If nobody waits for anybody, all are busy with something of their own, usually a slow file system;
     # ending the generation would not make it faster.

@@ -1,4 +1,5 @@
-"""Generations: how one ends, and who is in the next, where it starts and who brings the state to whom."""
+"""How a generation ends, and how the next one is formed: its members, the step at which it starts, and the sources of its
+state."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ MAX_ATTEMPTS = 16
 
 
 def break_generation(context: Context, cause: causes.Cause) -> None:
-    """Every member leaves the generation and reports what it holds."""
+    """Ends the generation because of a fault: every member leaves it and reports which state it holds."""
     s = context.state
     # A generation that is ending at its commit may still break: a member dies while the others park. Then the
     # rest must be told to leave now, or they would wait in a step for the dead one.
@@ -77,7 +78,7 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
 
 
 def end_at_commit(context: Context, reason: str) -> None:
-    """The generation ends at its next commit: nothing is lost."""
+    """Ends the generation as planned, at its next commit. No step is lost."""
     membership = context.state.membership
     if membership.generation is None or membership.yielding:
         return
@@ -88,7 +89,8 @@ def end_at_commit(context: Context, reason: str) -> None:
 
 
 def collective_error(context: Context, worker: Worker, message: m.CollectiveError) -> None:
-    """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
+    """Handles a failed collective, which proves that something is wrong but not what: the generation breaks, and its members
+    report which state they hold."""
     membership = context.state.membership
     # Every handler in this file drops reports of earlier generations. They arrive late as a rule, not
     # as an exception: a parked worker's last message waits behind the queue of its agent.
@@ -111,7 +113,7 @@ def collective_error(context: Context, worker: Worker, message: m.CollectiveErro
 
 
 def parked(context: Context, worker: Worker, message: m.Parked) -> None:
-    """A member is out of the generation and says what it holds."""
+    """Handles a member's report that it has left the generation, with the state that it holds."""
     s = context.state
     if s.membership.generation is None or message.generation != s.membership.generation.number:
         return
@@ -143,7 +145,7 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
 
 
 def gather(context: Context) -> None:
-    """Everyone has left the generation."""
+    """Resolves the step in flight, when all members have left the generation."""
     s = context.state
     transitions.enter_job(context, JobPhase.GATHERING)
     wall_time.gathered(s, context.now)
@@ -184,7 +186,7 @@ def gather(context: Context) -> None:
 
 
 def try_form(context: Context) -> None:
-    """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
+    """Forms a generation as soon as there are enough workers. It never waits for a slow one to start."""
     s = context.state
     if context.is_ahead(Timer.FORM_AFTER):
         return

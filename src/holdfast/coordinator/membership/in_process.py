@@ -1,4 +1,4 @@
-"""Level 2: the survivors keep their processes, and one worker is replaced."""
+"""Level 2: after a fault the survivors keep their processes, and only the lost worker is replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InProcessMode:
         """The job is at level 2 already."""
 
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
-        """A worker that had all steps may end; any other is lost."""
+        """A worker that has completed all steps may end; any other one is lost."""
         membership = context.state.membership
         root_cause = membership.root_causes[worker.name]
         if worker.phase is WorkerPhase.DONE:
@@ -80,7 +80,8 @@ class InProcessMode:
     def explain_earlier(
         self, context: Context, node: Node, workers: list[Worker], cause: Cause
     ) -> Incident | None:
-        """Whoever lost a peer leaves the generation, and reports no error of its own."""
+        """None: a worker that lost its peer leaves the generation without reporting an error, so there is no earlier report to
+        explain."""
         return None
 
     def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
@@ -89,14 +90,14 @@ class InProcessMode:
             generations.break_generation(context, cause)
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
-        """They are taken out of the generation."""
+        """Removes the workers from the generation."""
         failures.condemn(context, workers, cause)
 
     def on_stall(
         self, context: Context, culprits: list[Worker], cause: causes.Hang, allowed: dict[str, float]
     ) -> None:
-        """Who holds the others up is taken out. Where nobody differs and all have stood still too long, the step is tried
-        again."""
+        """Removes the workers for which the others wait. If no worker differs and all have made no progress for too long, the
+        step is tried again."""
         inspection = context.transient(failures.Inspection)
         # With a culprit it is replaced. Without one nothing is done unless every worker was seen and all of
         # them have stood still too long: half a picture has named innocent workers.
@@ -109,7 +110,7 @@ class InProcessMode:
         """Members change at a step's edge: see `resize.change_due`."""
 
     def on_out_of_time(self, context: Context) -> None:
-        """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
+        """Drops a step in flight that takes too long, and saves what was committed, on another worker if necessary."""
         s = context.state
         # The step in flight is given up, not the job: what was committed is still to be saved, and each case
         # below waits for one thing less than the one before.
@@ -133,7 +134,7 @@ class InProcessMode:
             shutdown.end(context)
 
     def due(self, context: Context) -> None:
-        """Ends workers that are not ready in time."""
+        """Ends workers that did not become ready in time."""
         failures.end_late_starters(context)
 
     def advance(self, context: Context) -> None:

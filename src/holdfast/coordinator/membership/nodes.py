@@ -1,5 +1,5 @@
-"""Who is there: agents that come, come back and are lost, alone or with a whole place; the workers they start, and requests
-for more."""
+"""Nodes: agents that join, come back and are lost, alone or together with their place; the workers that they start, and
+requests for more nodes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _LOST_WITH_OTHERS = (causes.ConnectionClosed, causes.NodeSilent)
 
 
 def place_lost(context: Context, incident: Incident, node: Node, cause: causes.Cause) -> None:
-    """This incident is the loss of a node: others of its place may follow."""
+    """Notes that this incident is the loss of a node, so that losses in the same place may be attributed to it."""
     if node.place and not incident.lost_nodes and _may_be_shared(incident, cause):
         incident.lost_nodes, incident.lost_at_s, incident.place = [node.name], context.now, node.place
 
 
 def join_place(context: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> Incident | None:
-    """The incident of the nodes that are being lost together with this one, which now is a part of it; None: there is
-    none."""
+    """The incident of the place whose nodes are being lost, if this node is one of them: it becomes part of that incident.
+    None: there is no such incident."""
     if not node.place or not isinstance(cause, _LOST_WITH_OTHERS):
         return None
     for incident in reversed(context.state.incidents[-incidents.LOOKED_AT :]):
@@ -95,7 +95,7 @@ _SEEN_FROM_OUTSIDE = (causes.ConnectionClosed, causes.NodeSilent, causes.AgentRe
 
 
 def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
-    """An agent said hello, for the first time or again. past: what is known of the machine."""
+    """Handles an agent's hello, its first or one after a lost connection. past: the records of its machine."""
     membership = context.state.membership
     known = membership.nodes.get(hello.node)
     # Before anything else of the hello is believed: fields of another version may mean something else.
@@ -170,7 +170,7 @@ def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = (
 
 
 def heard(context: Context, node: Node, at_s: float) -> None:
-    """A node's agent gave a sign of life."""
+    """Notes a message of a node's agent, as a sign that the node is alive."""
     # After a recovery every agent has until `adopt_s` to come back, which may be longer than it may be silent. The first
     # word of one ends that, so its deadline comes earlier than the heap knows.
     earlier = at_s < node.last_seen_s
@@ -185,13 +185,14 @@ def _refuse(context: Context, name: str, reason: str) -> None:
 
 
 def give_up(context: Context, node: Node, cause: causes.Cause) -> None:
-    """A node is at fault, not what runs on it: it is lost, and it may not come back."""
+    """Gives a node up that is itself at fault, and not what runs on it: it is lost and may not come back."""
     node.refused = str(cause)
     lose(context, node, cause)
 
 
 def taken(context: Context, name: str, reason: str) -> None:
-    """A node belongs to somebody else now: what still runs there is to end, not to come back as a new node."""
+    """Handles the news that a node belongs to another job now: what still runs there is ended, and it does not come back as a
+    new node."""
     node = context.state.membership.nodes.get(name)
     if node is None:
         return
@@ -204,7 +205,8 @@ def taken(context: Context, name: str, reason: str) -> None:
 
 
 def out_of_memory(context: Context, name: str, limit_bytes: int | None, age_s: float) -> None:
-    """What was seen as a lost connection had this cause. The engine sees it later than the loss, and often after its end."""
+    """Corrects the cause of an incident that looked like a lost connection: the container ran out of memory. The engine reports
+    it after the loss, often when the incident is already closed."""
     incident = incidents.unexplained(context.state, context.now, name)
     # An engine tells of what it still sees, and so perhaps of one that was long before this incident.
     if incident is None or incident.node != name or not isinstance(incident.cause, _SEEN_FROM_OUTSIDE):
@@ -221,7 +223,7 @@ def out_of_memory(context: Context, name: str, limit_bytes: int | None, age_s: f
 
 
 def fence(context: Context, node: Node | None, name: str) -> None:
-    """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
+    """Ends everything on a node that was given up and speaks again. It comes back as a new node."""
     if node is not None and node.leaving is not None:
         context.send(name, m.Shutdown(node.leaving))  # it left as planned, and is not to come back
         return
@@ -238,7 +240,8 @@ def fence(context: Context, node: Node | None, name: str) -> None:
 
 
 def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True) -> None:
-    """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
+    """Handles the loss of a node, or treats a node as lost. release: tell the engine that nothing of the job runs there any
+    more."""
     membership = context.state.membership
     # Dead before anything is requested: every part asks `alive_nodes`, and must not choose this one as a
     # donor, a buddy or a place for a worker while its loss is handled.
@@ -294,16 +297,16 @@ def _announced(context: Context, node: Node, workers: list[Worker], cause: cause
 
 
 def starved(context: Context, name: str, waited_s: float) -> None:
-    """A node was silent because its agent did not get a processor."""
+    """Handles the news that a node was silent because its agent got no time on a processor."""
     node = context.state.membership.nodes.get(name)
     if node is not None and node.alive:
         heard(context, node, min(context.now, node.last_seen_s + waited_s))
 
 
 def recovered(context: Context, event: Recovered) -> None:
-    """This process replaced a coordinator that died, or that was asked to go. Agents that do not come back are lost.
+    """Takes the place of a coordinator that died or handed over. Agents that do not reconnect in time are lost.
 
-    Time stood still meanwhile: whatever was due gets at least until every agent had its chance to reconnect.
+    Nothing was decided meanwhile, so every deadline is put off until each agent has had its chance to reconnect.
     """
     s, timing = context.state, context.timing
     # Agents notice the new coordinator within this time. Nobody may be judged by silence before, since nobody
@@ -440,7 +443,7 @@ def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
 
 
 def staff(context: Context) -> None:
-    """Every slot of every node has a worker, so that spares are ready before they are needed."""
+    """Starts a worker for every free slot of every node, so that spares are ready before they are needed."""
     for node, slot in [] if _spares_can_wait(context) else queries.free_slots(context):
         if context.is_ahead(Timer.START_AFTER) and slot in node.used:
             continue
@@ -465,7 +468,7 @@ def _spares_can_wait(context: Context) -> bool:
 
 
 def ask(context: Context) -> None:
-    """One request to the engine for every node that is missing."""
+    """Requests one node from the engine for each one that is missing."""
     s = context.state
     if context.is_ahead(Timer.ASK_AFTER):
         return
@@ -483,7 +486,8 @@ def ask(context: Context) -> None:
 
 
 def ask_again_s(context: Context) -> float | None:
-    """When nodes that were asked for count as lost on the way: early when the job cannot train without."""
+    """When requested nodes count as lost on their way, on the core's clock; None: none is on its way. Earlier when the job
+    cannot train without them."""
     if not context.state.membership.replacing:
         return None
     # With nobody training, every second is lost, so a request counts as lost sooner. While the job trains, a
@@ -493,7 +497,7 @@ def ask_again_s(context: Context) -> float | None:
 
 
 def write_off(context: Context) -> None:
-    """Nodes that were asked for long ago count as lost on the way."""
+    """Stops waiting for nodes that were requested too long ago."""
     again_s = ask_again_s(context)
     if again_s is not None and context.reached(again_s):
         _forget_provisions(context)
@@ -507,7 +511,7 @@ def _forget_provisions(context: Context) -> None:
 
 
 def order_done(context: Context, done: OrderDone) -> None:
-    """The engine acknowledges an order."""
+    """Handles the engine's acknowledgement of an order."""
     order = context.state.orders.close(done.order_id)
     # None: it was acknowledged before, or withdrawn while the engine carried it out.
     if order is not None and done.error is not None:
@@ -516,7 +520,8 @@ def order_done(context: Context, done: OrderDone) -> None:
 
 
 def unavailable(context: Context, reason: str) -> None:
-    """The engine has no node now: it is asked again after a while, and the request was not one used up."""
+    """Handles the engine's answer that it has no node now. The request is repeated after a while and does not count as one that
+    was used up."""
     s = context.state
     if s.membership.replacing > 0:
         s.membership.replacing -= 1
@@ -531,19 +536,19 @@ def unavailable(context: Context, reason: str) -> None:
 
 
 def available(context: Context) -> None:
-    """The engine has nodes again."""
+    """Handles the engine's news that it has nodes again."""
     context.state.deadlines.clear(Timer.ASK_AFTER)
 
 
 def ask_no_sooner(context: Context, until_s: float) -> None:
-    """The engine is asked for no node before this time."""
+    """Holds requests for nodes back until this time."""
     context.state.deadlines.set(
         Timer.ASK_AFTER, max(context.state.deadlines.at(Timer.ASK_AFTER) or 0.0, until_s)
     )
 
 
 def on_its_way(context: Context) -> None:
-    """A machine that was rebooted comes back as a node that was asked for."""
+    """Counts a machine that is rebooting among the requested nodes: it comes back as a new node."""
     membership = context.state.membership
     membership.asked_daily.roll(queries.asked_for_faults(context.state), context.now)
     membership.replacing, membership.replaced, membership.asked_at_s = (
@@ -554,7 +559,7 @@ def on_its_way(context: Context) -> None:
 
 
 def forget(context: Context) -> None:
-    """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
+    """Drops old nodes, so that the state stays small however long the job runs. The ledger keeps what is dropped here."""
     membership = context.state.membership
     gone = [w.name for w in context.workers_in(WorkerPhase.GONE)]
     if len(gone) > 2 * KEPT_GONE:

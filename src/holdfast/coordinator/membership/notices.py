@@ -1,7 +1,7 @@
-"""What scripts are told before their node or the job goes away. Nothing is decided here.
+"""Which notices scripts get before their node or the job goes away. This part decides nothing.
 
-A node's agent gets the complete list of what stands, and gives it to every worker of the node, also to those that start
-later. So a notice costs one message for each node that it is about.
+Each notice goes to a node's agent as part of the complete list that is in force. The agent passes the list to every worker of
+the node, also to those that start later, so a change costs one message per node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOVED_S = 5.0
 
 
 def standing(context: Context, node: Node) -> tuple[Notice, ...]:
-    """What the workers of a node should know now."""
+    """The notices that the workers of a node should know now."""
     told = ((Going.NODE, node.notice), (Going.JOB, context.state.membership.notice))
     return tuple(_as_told(context, going, notice) for going, notice in told if notice is not None)
 
@@ -31,7 +31,7 @@ def _as_told(context: Context, going: Going, notice: StandingNotice) -> Notice:
 
 
 def tell(context: Context, node: Node) -> None:
-    """Tells a node's agent what stands. It takes the place of what it knew."""
+    """Sends a node's agent the notices in force. They replace those that it had."""
     # The complete list and not what changed: an agent that missed a message, or a worker that started since,
     # is right again after the next one, and nobody keeps track of who has heard what.
     context.send(node.name, m.Notify(standing(context, node)))
@@ -41,7 +41,7 @@ def tell(context: Context, node: Node) -> None:
 
 
 def node_goes(context: Context, node: Node, reason: str, cause: NoticeCause) -> None:
-    """A node is to leave, or has less time for it than was said before."""
+    """Gives notice that a node will leave, or that it has less time than was announced."""
     # The end of the job says more than that its nodes are given back then, and when.
     stops = context.state.membership.stop_reason is not None and node.leaves_until_s is None
     if not stops and _is_news(node.notice, node.leaves_until_s):
@@ -50,7 +50,7 @@ def node_goes(context: Context, node: Node, reason: str, cause: NoticeCause) -> 
 
 
 def node_stays(context: Context, node: Node) -> None:
-    """A node that was to leave stays."""
+    """Withdraws the notice of a node that stays after all."""
     if node.notice is not None:
         node.notice = None
         tell(context, node)
@@ -60,7 +60,7 @@ def node_stays(context: Context, node: Node) -> None:
 
 
 def job_ends(context: Context, reason: str, cause: NoticeCause, within_s: float) -> None:
-    """The job is stopped: its workers have this time at most."""
+    """Gives notice that the job stops: its workers have at most the remaining time."""
     membership = context.state.membership
     until_s = context.now + within_s
     if _is_news(membership.notice, until_s):
@@ -69,7 +69,7 @@ def job_ends(context: Context, reason: str, cause: NoticeCause, within_s: float)
 
 
 def foretold(context: Context, event: JobGoing) -> None:
-    """The engine says when it will end the job, or that it will not. Of a job that is stopping it says nothing new."""
+    """Handles the engine's announcement of when it will end the job, or that it will not. Ignored while the job stops anyway."""
     membership = context.state.membership
     if membership.stop_reason is not None:
         return

@@ -1,5 +1,5 @@
-"""Decisions as pure functions: who is in, what a broken step becomes, who is at fault, and who holds up a script that does not
-know of Holdfast."""
+"""Decisions as pure functions: the members of a generation, how a broken step is resolved, which worker is at fault, and which
+one holds up a script that does not know of Holdfast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.protocol.phases import OUTSIDE_PHASES, WAITING_PHASES, GroupReadin
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a survivor of a generation holds."""
+    """What a surviving member reports that it holds, after its generation ended."""
 
     committed: int | None
     """Committed steps of its state; None: no usable state."""
@@ -27,7 +27,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class StepResolution(msgspec.Struct, frozen=True):
-    """What the step in flight becomes."""
+    """How the step in flight is resolved when a generation ends."""
 
     start: int | None
     """Committed steps that all go on from; None: no survivor holds state."""
@@ -40,7 +40,8 @@ class StepResolution(msgspec.Struct, frozen=True):
 
 
 def settle(reports: Mapping[str, Report]) -> StepResolution:
-    """Commit if anyone did, or if everyone could; otherwise compute the step again. docs/architecture/step.md says why."""
+    """Resolves the step in flight: it is committed if any member committed it or if all could, and computed again otherwise.
+    docs/architecture/step.md has the argument."""
     # The vote. Every worker made its update only after it knew that all others could make it too
     # ("prepared"): so if anyone committed, everyone that is alive has the gradient, and the step can be
     # completed everywhere. If nobody committed, either all have it (commit together) or some do not (compute
@@ -112,7 +113,7 @@ def assign_ranks(
 
 
 class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds the others up, and how that was told."""
+    """The workers that hold up the others, and the evidence."""
 
     workers: tuple[str, ...]
     """Empty: nobody differs."""
@@ -283,7 +284,7 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
 
 
 def odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> HangVerdict:
-    """Who stands where the others do not. For workers of which every one stands still."""
+    """A verdict on workers whose stacks differ from those of most others, for a hang in which no worker makes progress."""
     groups = health_stacks.cluster({v.worker: stacks.get(v.worker, "") for v in views})
     odd = health_stacks.odd_ones(groups)
     return (
@@ -294,7 +295,7 @@ def odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> HangVer
 
 
 class NodeFault(msgspec.Struct, frozen=True):
-    """A fault that only one node shows."""
+    """A failure that occurred on one node only."""
 
     node: str
 
@@ -339,10 +340,10 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
 
 
 def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Iterable[WorkerPhase]) -> bool:
-    """Does a worker's refusal end the job at once, or is it a failure like others?
+    """Whether a worker's error ends the job at once, instead of being handled like any other failure.
 
-    refused: Holdfast refused what the script asks for. told_to_end: the worker was to end anyway. trained: the job has
-    trained in this start. phases: of all workers.
+    refused: Holdfast refused what the script asks for. told_to_end: the worker was to end anyway. trained: the job has trained
+    in this start. phases: of all workers.
     """
     # Until the job has trained, a refusal needs no second witness. Nothing is lost when the job ends, and whoever
     # started it reads at once what to change. A job that trains, or a worker that got past this place, proves that
@@ -358,7 +359,7 @@ def raised(root_cause: RootCause) -> str:
 
 
 def failure_signature(root_cause: RootCause, exited: Exited) -> str:
-    """What makes two deaths the same: the exception if one was reported, else how the process ended."""
+    """The text by which two failures are compared: the exception if one was reported, else how the process ended."""
     if root_cause.traceback:
         return raised(root_cause)
     return f"{SIGNAL} {-exited.code}" if exited.code < 0 else f"{EXIT} {exited.code}"

@@ -1,4 +1,4 @@
-"""Worker processes are started and ended here."""
+"""Starting and ending the processes of workers, and their environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def incarnation_of(worker: str) -> int:
 
 
 def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
-    """A new process for one slot of a node."""
+    """Starts a process for one slot of a node."""
     s, spec = context.state, context.spec
     s.membership.incarnations += 1
     worker = Worker(
@@ -53,7 +53,7 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
 
 
 def end_worker(context: Context, worker: Worker, counts: bool = True) -> None:
-    """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
+    """Removes a worker from the job, in whatever state its process is. counts: it is charged to the restart budget."""
     worker.told_to_end = True
     transitions.enter(context, worker, WorkerPhase.GONE)
     if counts:
@@ -62,7 +62,7 @@ def end_worker(context: Context, worker: Worker, counts: bool = True) -> None:
 
 
 def count_restart(context: Context, lost: Worker | None = None) -> None:
-    """Against the budget. lost: the worker that another takes the place of; None: all start again."""
+    """Charges a restart to the budget. lost: the worker that is replaced; None: all workers start again."""
     membership = context.state.membership
     membership.restarts_used += 1
     restarts, counted = membership.in_a_row, membership.counted
@@ -80,14 +80,14 @@ def count_restart(context: Context, lost: Worker | None = None) -> None:
 
 
 def ask_all_to_end(context: Context, grace_s: float) -> None:
-    """Asks every worker's process to end, when it has completed the copy of its state that it is at."""
+    """Asks every worker's process to end. One that is copying its state completes the copy first, within `grace_s` seconds."""
     for worker in context.alive_workers():
         worker.told_to_end = True
         context.send(worker.node, m.KillWorker(worker.name, grace_s))
 
 
 def environment(context: Context, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
-    """torchrun's variables for one worker. At level 2 they are only a first guess: `run.rank` is the rank."""
+    """torchrun's environment variables for one worker. At level 2 the rank in them is a guess; `run.rank` is the rank."""
     spec = context.spec
     there = context.alive_nodes()
     master = there[0]

@@ -1,4 +1,4 @@
-"""What the other parts want to know of nodes and workers. Nothing is changed here."""
+"""What other parts may read about nodes and workers. Nothing here changes the state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAIN_SHARE = 0.5
 
 
 def standing(context: Context, workers: Iterable[Worker]) -> WorkerPlaces | None:
-    """Where these workers and the members of the newest generation stand; None: of no node it is known."""
+    """The places of these workers and of the newest generation's members; None: no place is known."""
     membership = context.state.membership
     if not context.index.any_place:
         return None
@@ -35,19 +35,19 @@ def standing(context: Context, workers: Iterable[Worker]) -> WorkerPlaces | None
 
 
 def tier(node: Node) -> tuple[bool, int]:
-    """The lower, the sooner a newcomer of this node is taken: lemons last, and nodes that failed before."""
+    """Sort key of a node for taking newcomers, the smallest first: lemons come last, before them nodes that failed before."""
     return bool(node.lemon), node.failures
 
 
 def idle(state: CoreState, world: int) -> float:
-    """The share of the workers' time that nobody can use, with so many: their micro-batches do not divide evenly."""
+    """The share of the workers' time that is wasted at this number of workers, because the micro-batches do not divide evenly."""
     count = (state.membership.most_workers or 0) // state.membership.shard_count
     replicas = world // state.membership.shard_count
     return idle_share(count, replicas) if 0 < replicas <= count else 0.0
 
 
 def leaves(context: Context, worker: Worker) -> bool:
-    """Its node is to leave."""
+    """Whether the worker's node is about to leave."""
     node = context.state.membership.nodes.get(worker.node)
     return node is not None and node.leaving is not None
 
@@ -111,7 +111,7 @@ def has_trained(context: Context, worker: Worker) -> bool:
 
 
 def missing(context: Context) -> int:
-    """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
+    """Number of nodes to request: neither present, nor requested, nor still expected from the start of the job."""
     s = context.state
     wanted = s.wanted_nodes + context.spec.spares
     staying, coming = count_staying(context), s.membership.replacing + expected(context)
@@ -128,13 +128,13 @@ def missing(context: Context) -> int:
 
 
 def asked_for_faults(state: CoreState) -> int:
-    """How many nodes the engine was ever asked for in the place of others that failed."""
+    """Number of nodes that were ever requested to replace failed ones."""
     return state.membership.replaced - state.membership.unpaid
 
 
 def count_staying(context: Context) -> int:
-    """How many nodes are used or will be: of those that are out for a repair, those whose device is being reset; and those
-    that are checked because every new one is, or one would be asked for in the place of each."""
+    """Number of nodes that are in use or will be. Includes nodes whose device is being reset, and nodes that are being checked
+    only because every new node is: otherwise a replacement would be requested for each of them."""
     deep = context.spec.health.deep
     lemons = sum(n.phase is NodePhase.IN_SERVICE for n in context.index.lemons())
     return (
@@ -164,37 +164,37 @@ def expected(context: Context) -> int:
 
 
 def not_leaving(context: Context) -> int:
-    """How many nodes are there and stay, lemons among them."""
+    """Number of nodes that are present and stay, lemons included."""
     return context.count_nodes(NodePhase.IN_SERVICE) + context.count_nodes(NodePhase.HELD)
 
 
 def hoped_for(context: Context) -> int:
-    """Nodes that are there, lemons among them, on their way, or can be asked for."""
+    """Number of nodes that are present (lemons included), on their way, or can be requested."""
     return not_leaving(context) + context.state.membership.replacing + expected(context) + missing(context)
 
 
 def hopeless(context: Context) -> bool:
-    """Nothing that could bring another worker is under way or left to try."""
+    """Whether nothing that could bring another worker is under way or left to try."""
     starting = context.count_workers(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     return not (starting or coming(context) or free_slots(context))
 
 
 def coming(context: Context) -> bool:
-    """Another node is on its way, or can be asked for."""
+    """Whether another node is on its way or can be requested."""
     return bool(
         mending(context) or context.state.membership.replacing or expected(context) or missing(context)
     )
 
 
 def under_repair(context: Context) -> bool:
-    """Nodes are checked or repaired before they are used, for which there are deadlines."""
+    """Whether nodes are being checked or repaired before they are used. Deadlines limit that."""
     return any(n.health.checking is not None for n in context.held_or_leaving()) or health.any_ordered(
         context
     )
 
 
 def mending(context: Context) -> bool:
-    """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
+    """Whether a node is being checked or repaired. A node whose repair waits until it has left the job does not count."""
     return any(
         n.health.checking is not None or (n.health.then is not None and n.leaving is None)
         for n in context.held_or_leaving()
@@ -202,7 +202,7 @@ def mending(context: Context) -> bool:
 
 
 def form(state: CoreState, worker: Worker) -> m.JoinGeneration:
-    """What a member is told of the newest generation, at first and when it has to be told again."""
+    """The JoinGeneration of a member of the newest generation, to be sent for the first time or again."""
     assert state.membership.generation is not None
     assignment = state.membership.assignments[worker.name]
     return m.JoinGeneration(

@@ -1,5 +1,4 @@
-"""Replicas of several workers: what the core knows of their shape, who is to be built for which shard, and the process groups
-inside them."""
+"""Replicas of several workers: their shape, the shard for which each worker is built, and the process groups inside them."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
 
 
 def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
-    """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
+    """Records the shape that the script gave its replicas, on which all workers must agree. False: this worker does not."""
     s = context.state
     known = any(w.ready is not None for w in context.index.alive_workers.values())
     if not known or ready.shape == s.membership.shape:
@@ -56,14 +55,14 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
 
 
 def shards_of(workers: Iterable[Worker]) -> dict[str, int]:
-    """Which shard each of them holds or was built for."""
+    """The shard index that each worker holds or was built for, by name."""
     return {w.name: w.shard_index for w in workers}
 
 
 def assign_ranks(
     context: Context, survivors: Sequence[Worker], newcomers: Sequence[Worker]
 ) -> RankAssignment:
-    """The ranks of the next generation."""
+    """The ranks of the next generation, with complete replicas first."""
     s = context.state
     most = s.target // s.membership.shard_count
     standing = queries.standing(context, [*survivors, *newcomers])
@@ -78,7 +77,7 @@ def assign_ranks(
 
 
 def strength(context: Context, survivors: list[Worker], newcomers: list[Worker]) -> int:
-    """So many workers would compute."""
+    """Number of workers that would compute in a generation of these."""
     membership = context.state.membership
     if membership.shard_count == 1:
         return len(survivors) + len(newcomers)
@@ -122,7 +121,7 @@ def _replicas_within_reach(context: Context, there: list[int], others: int) -> i
 
 
 def rebuild(context: Context) -> None:
-    """Spares that were built for a shard of which there are enough are built again for one that is missing."""
+    """Restarts spares that were built for a shard of which there are enough, for one that is missing."""
     membership = context.state.membership
     if membership.shard_count == 1:
         return
@@ -192,7 +191,7 @@ def members(context: Context, replica: int) -> list[Worker]:
 
 
 def broke(context: Context, reason: str) -> None:
-    """The generation breaks: replicas of which nobody is missing halt together, the others at once."""
+    """Ends a broken generation: complete replicas agree on a common point at which to leave the step, the others leave at once."""
     membership = context.state.membership
     assert membership.generation is not None
     membership.halting = {}
@@ -214,7 +213,8 @@ def broke(context: Context, reason: str) -> None:
 
 
 def halted(context: Context, worker: Worker, message: m.Halted) -> None:
-    """A worker says how far it is. When all of its replica have, they hear where to stand, and at last that all do."""
+    """Handles a worker's report of how far it is in the step. When all workers of its replica have reported, they are told
+    where to stop, and finally that all have."""
     membership = context.state.membership
     if membership.generation is None or message.generation != membership.generation.number:
         return
@@ -230,7 +230,8 @@ def halted(context: Context, worker: Worker, message: m.Halted) -> None:
 
 
 def answered(halting: Halting, worker: str, message: m.Halted, workers: int) -> m.RunTo | None:
-    """Notes the word of one of so many workers; returns what all of them are told then, if anything."""
+    """Records the answer of one of so many workers. Returns what all are to be told when the last has answered; None until
+    then."""
     # After the word to leave nobody begins a call, so what comes then is told again.
     if halting.left:
         return None

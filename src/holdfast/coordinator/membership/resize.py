@@ -1,7 +1,7 @@
-"""Planned changes of the membership: a resize, a node that is to leave, less or more capacity, newcomers.
+"""Planned changes of the membership: another size, nodes that are to leave, less or more capacity, newcomers.
 
-They take effect at a step's edge and lose nothing. Those that come close together are taken together, and joining is
-held back when it would cost too much of the time; leaving never is.
+They take effect between two steps and lose none. Changes that come close together are made together, and newcomers are held
+back while joining would cost too much time; leaving is never held back.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_drain(state: CoreState, name: str) -> None:
 
 
 def resize(context: Context, nodes: int, reason: str) -> None:
-    """A person wants another size."""
+    """Handles a person's request for another size."""
     s = context.state
     before = s.wanted_nodes
     s.membership.asked_nodes = nodes
@@ -78,7 +78,7 @@ def resize(context: Context, nodes: int, reason: str) -> None:
 
 
 def capacity(context: Context, event: Capacity) -> None:
-    """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
+    """Handles a change of the capacity that the engine offers. If the job cannot train with it, it saves its state and ends."""
     s = context.state
     before = s.wanted_nodes
     reason, within_s = event.reason, event.within_s
@@ -97,7 +97,7 @@ def capacity(context: Context, event: Capacity) -> None:
 
 
 def going(context: Context, name: str, reason: str, within_s: float | None, cause: NoticeCause) -> None:
-    """A node is to leave. Unknown ones are ignored: it may be gone already."""
+    """Handles the announcement that a node will leave. Unknown names are ignored: the node may have left already."""
     node = context.state.membership.nodes.get(name)
     if node is None or not node.alive:
         return
@@ -112,13 +112,13 @@ def going(context: Context, name: str, reason: str, within_s: float | None, caus
 
 
 def leave(context: Context, node: Node, reason: str) -> None:
-    """A node is to leave for its health: when its place is filled, at a step's edge."""
+    """Lets a node leave because of its health, between two steps and when another node can take its place."""
     _mark(context, node, reason, None, NoticeCause.HEALTH)
     node.excess = False
 
 
 def stay(context: Context, node: Node) -> None:
-    """A node stays, whether it was to leave or not."""
+    """Keeps a node. A planned departure, if there is one, is cancelled."""
     node.leaves_until_s, node.excess = None, False
     transitions.stay(context, node)
     # Its agent stays with it, and would tell every worker that it starts from now on.
@@ -204,7 +204,7 @@ def _mark(context: Context, node: Node, reason: str, within_s: float | None, cau
 
 
 def change_due(context: Context) -> str | None:
-    """Why the running generation is to end at its next commit; None: it goes on."""
+    """The reason to end the running generation at its next commit; None: it goes on."""
     s = context.state
     if s.membership.generation is None:
         return None
@@ -282,10 +282,10 @@ def _patience_s(context: Context, node: Node) -> float:
 def choose(
     context: Context, survivors: list[Worker], fresh: list[Worker]
 ) -> tuple[list[Worker], list[Worker]]:
-    """Who is in the next generation: survivors that stay, and newcomers up to the target.
+    """The members of the next generation: survivors that stay, and newcomers up to the target.
 
-    Survivors that are to leave stay while their places cannot be filled and their time is not over; one stays, beyond
-    the target if need be, for one more generation when nobody else holds the newest state.
+    Survivors that are to leave are kept while they cannot be replaced and still have time. If nobody else holds the newest
+    state, one of them is kept for one more generation, beyond the target if necessary.
     """
     s = context.state
     ranks = {x.worker: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
@@ -349,7 +349,8 @@ def _choose_rows(
 
 
 def assign_ranks(context: Context, kept: list[Worker], fresh: list[Worker]) -> RankAssignment:
-    """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
+    """The ranks of the next generation. A survivor that is to leave is kept beside the replicas as a source of the state, when
+    others take its place."""
     staying = [w for w in kept if not queries.leaves(context, w)]
     without, full = (
         replicas.assign_ranks(context, staying, fresh),
@@ -363,13 +364,13 @@ def assign_ranks(context: Context, kept: list[Worker], fresh: list[Worker]) -> R
 
 
 def let_go(context: Context, workers: list[Worker]) -> None:
-    """Workers that are not in the next generation. Their nodes leave, or have new ones as spares."""
+    """Releases workers that are not in the next generation. Their nodes leave, or get new workers as spares."""
     for worker in workers:
         processes.end_worker(context, worker, counts=False)
 
 
 def advance(context: Context) -> None:
-    """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
+    """Lets nodes leave that are to leave and have no member; and marks those to leave that are too many for a smaller job."""
     membership = context.state.membership
     if membership.asked_nodes is not None or membership.capacity_nodes is not None:
         limited = membership.capacity_nodes == context.state.wanted_nodes
@@ -482,7 +483,7 @@ def formed(context: Context, before: int, after: int, newcomers: int) -> None:
 
 
 def connected(context: Context, message: m.Joined) -> None:
-    """A member is connected, and has the state."""
+    """Handles a member's report that it is connected and has the state."""
     change = context.state.membership.changes[-1] if context.state.membership.changes else None
     if change is not None and change.generation == message.generation:
         change.join_s = incidents.most(change.join_s, message.join_s)
@@ -490,7 +491,7 @@ def connected(context: Context, message: m.Joined) -> None:
 
 
 def committed(context: Context, now: float) -> None:
-    """The first commit of a generation: what the change before it cost."""
+    """Records what a planned change cost, at the first commit after it."""
     s = context.state
     change = s.membership.changes[-1] if s.membership.changes else None
     if change is None or change.generation != s.membership.number or change.stall_s is not None:

@@ -1,6 +1,5 @@
-"""Level 0: an unmodified torchrun script. All its workers start together and, after a fault, start again
-together, from warm processes; nothing of them survives but what the script saved.
-"""
+"""Level 0: an unmodified torchrun script. All workers start together and, after a fault, start again together from warm
+processes. Only what the script saved survives."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class RestartMode:
     saves_together = False
 
     def on_attached(self, context: Context) -> None:
-        """What was started together goes on one by one, at level 2."""
+        """The workers that were started together go on individually, at level 2."""
         s = context.state
         # The numbers begin anew, because generations at level 2 count other things: there was no vote before,
         # so nothing of the level-0 start may look like a commit.
@@ -61,7 +60,7 @@ class RestartMode:
         context.record(ledger.Level(level=2))
 
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
-        """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
+        """With exit code 0 the worker is done. Any other end of a process ends all workers, and all start again."""
         membership = context.state.membership
         # Ends that were asked for, and code 0, mean nothing. A kill -9 that nobody of ours sent is different:
         # it is the OOM killer, or an operator, and the errors that others raised a moment ago are its effect.
@@ -91,7 +90,7 @@ class RestartMode:
             _fault(context, [worker], worker.node, cause)
 
     def on_never_started(self, context: Context, worker: Worker) -> None:
-        """It was to start with the others: all start again."""
+        """All start again, because all have to start together."""
         if context.state.membership.phase is JobPhase.RUNNING:
             _fault(context, [worker], worker.node, causes.NeverStarted())
 
@@ -109,7 +108,7 @@ class RestartMode:
             _restart(context, str(cause))
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
-        """A node's workers are to end, and so all start again, unless they do so anyway."""
+        """Ends the workers of a node. All start again, unless that is under way."""
         if workers and context.state.membership.phase is JobPhase.RUNNING:
             _fault(context, workers, node.name, cause)
 
@@ -129,7 +128,7 @@ class RestartMode:
                 _take_out(context, culprits, cause)
 
     def change_members(self, context: Context) -> None:
-        """A change of the membership is a restart of all: when it must be, or when a person wants it."""
+        """Changes the membership by restarting all workers: when that is unavoidable, or when a person wants it."""
         s, members = context.state, context.members()
         if s.membership.phase is not JobPhase.RUNNING or s.membership.generation is None:
             return
@@ -143,7 +142,7 @@ class RestartMode:
             _restart(context, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
 
     def on_out_of_time(self, context: Context) -> None:
-        """Workers that have not ended by themselves are ended; what they gave before is still saved."""
+        """Ends workers that have not ended by themselves. Snapshots that they gave before are still saved."""
         s = context.state
         if context.alive_workers():
             for worker in context.alive_workers():

@@ -1,4 +1,4 @@
-"""The end of a job: all steps done, asked to stop, or no way to go on. Whatever was committed is kept."""
+"""The end of a job: all steps are done, it was asked to stop, or it cannot go on. Whatever was committed is kept."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def request(
 
 
 def due(context: Context) -> None:
-    """Times that are over: for workers to come, and for the job to end."""
+    """Handles deadlines that have passed: for workers to join, and for the job to end."""
     s = context.state
     if s.membership.phase is JobPhase.GATHERING and context.is_due(Timer.WAIT):
         # Cleared before the request, since a request may come back here in the same batch, and the deadline
@@ -79,7 +79,7 @@ def due(context: Context) -> None:
 
 
 def done(context: Context, worker: Worker, message: m.Done) -> None:
-    """A worker left its loop."""
+    """Handles a worker's report that its loop is over."""
     # An agent repeats Done after a reconnect. Counted twice, it would hand the same last state to storage
     # twice.
     if worker.phase in (WorkerPhase.DONE, WorkerPhase.GONE):
@@ -101,8 +101,8 @@ def done(context: Context, worker: Worker, message: m.Done) -> None:
 
 
 def finishing(context: Context) -> bool:
-    """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
-    becomes a checkpoint."""
+    """Ends the job when one worker has completed all steps. The others complete the last step themselves or apply the update
+    that they prepared, and the state becomes a checkpoint."""
     s = context.state
     ended = context.finished()
     if not ended:
@@ -203,7 +203,7 @@ def _undone(context: Context, ended: list[Worker]) -> None:
 
 
 def begin(context: Context) -> None:
-    """Everyone has left its generation: the newest state is saved, then all leave."""
+    """Saves the newest state when all members have left their generation; then all workers leave."""
     s = context.state
     transitions.enter_job(context, JobPhase.STOPPING)
     wall_time.stops(s, context.now)

@@ -21,7 +21,7 @@ KEPT = 16
 
 
 def starts(state: CoreState) -> None:
-    """All workers start (again): this start's count begins at zero, from wherever the script goes on."""
+    """Resets the count of this start's steps to zero: all workers start (again), from wherever the script resumes."""
     counted = state.membership.counted
     counted.left_at = state.step
     counted.before = state.membership.committed
@@ -32,7 +32,8 @@ def starts(state: CoreState) -> None:
 
 
 def began_anew(context: Context, generation: int) -> None:
-    """The script's optimizer had no state before its first step. Said once: a script that never resumes is asked no more."""
+    """Records that the script's optimizer had no state before its first step. Reported once: a script that never resumes is not
+    warned again."""
     membership = context.state.membership
     counted = membership.counted
     tells = counted.gives or counted.loaded_first is not None  # by `holdfast.checkpoint`
@@ -49,7 +50,7 @@ def began_anew(context: Context, generation: int) -> None:
 
 
 def exited(state: CoreState, worker: str, steps: int) -> None:
-    """A worker of this start ended. Its last words on the way there may have been held back."""
+    """Takes the steps from the exit of a worker of this start, since its last reports may have been held back."""
     if (
         not state.membership.counts_steps
         and state.membership.generation is not None
@@ -59,7 +60,7 @@ def exited(state: CoreState, worker: str, steps: int) -> None:
 
 
 def gave(state: CoreState, generation: int, step: int, steps: int) -> None:
-    """Rank 0 gave the state that its script calls `step`, after so many optimizer steps of this start."""
+    """Records that rank 0 saved the state that its script calls `step`, after so many optimizer steps of this start."""
     counted = state.membership.counted
     if state.membership.counts_steps or generation != state.membership.number:
         return
@@ -105,7 +106,7 @@ def loaded(context: Context, generation: int, step: int | None, steps: int) -> N
 
 
 def began_with(state: CoreState) -> int | None:
-    """The script's own number of the state that its first start went on from; None: it has not told."""
+    """The step number of the script that its first start resumed from; None: it has not reported one."""
     counted = state.membership.counted
     # It found nothing and saves with something else: then it may have loaded with that.
     return None if counted.loaded_first == NOTHING and not counted.gives else counted.loaded_first

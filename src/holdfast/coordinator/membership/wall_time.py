@@ -26,7 +26,7 @@ POINTS = 32
 
 
 def pace_stepped(state: CoreState, at_s: float) -> None:
-    """A step was committed, or at levels 0 and 1 made."""
+    """Counts a step that was committed, or at levels 0 and 1 made."""
     points, here = state.membership.pace, _position(state)
     if not points:
         points.append((at_s, here))
@@ -42,7 +42,7 @@ def pace_stepped(state: CoreState, at_s: float) -> None:
 
 
 def pace_went_back(state: CoreState) -> None:
-    """The job stands where it is now: steps beyond it did not stay, and got it nowhere."""
+    """Takes back the progress of steps beyond the one at which the job resumes."""
     here = _position(state)
     state.membership.pace = [(at_s, min(step, here)) for at_s, step in state.membership.pace]
 
@@ -137,7 +137,7 @@ def stepped(state: CoreState, at_s: float, script_s: float = 0.0) -> None:
 
 
 def scripted(state: CoreState, script_s: float) -> None:
-    """A member tells of the newest step, which another one told before. script_s: as in `Progress`."""
+    """Takes a member's report on the newest step after another member reported it. script_s: as in `Progress`."""
     wall = state.membership.wall
     if script_s > wall.script_s:
         wall.script_s = script_s
@@ -162,13 +162,13 @@ def aside(state: CoreState, worker: Worker, at_s: float, on: bool) -> None:
 
 
 def waited(state: CoreState, data_s: float, slow_s: float) -> None:
-    """In steps that were committed, for data and for slow workers."""
+    """Counts time that members waited, in committed steps, for data and for slow workers."""
     _within(state.membership.wall, TimeClass.DATA_WAIT, data_s)
     _within(state.membership.wall, TimeClass.SLOW_RANKS, slow_s)
 
 
 def broke(state: CoreState, now: float) -> None:
-    """Training stands because of a fault."""
+    """Training stands still from now on, because of a fault."""
     wall = state.membership.wall
     # Whoever is at work of the script's own leaves only after that: until then it is no fault that takes the time.
     workers = state.membership.workers
@@ -182,7 +182,7 @@ def broke(state: CoreState, now: float) -> None:
 
 
 def gathered(state: CoreState, now: float) -> None:
-    """All workers have left what was ended."""
+    """All workers have left the generation, or the start, that was ended."""
     _divide_interrupted(state)
     wall = state.membership.wall
     wall.away = set()
@@ -265,14 +265,14 @@ def went_back(state: CoreState, start: int) -> None:
 
 
 def stops(state: CoreState, now: float) -> None:
-    """The job comes to its end. Steps may still be made at levels 0 and 1."""
+    """The job ends from now on. At levels 0 and 1 it may still make steps."""
     _divide_interrupted(state)
     if state.membership.wall.doing is not TimeClass.COMPUTED:
         _change(state, now, TimeClass.SAVING)
 
 
 def closes(state: CoreState, now: float) -> None:
-    """Nothing more is heard of the job: its last stretch ends."""
+    """Ends the last stretch of time: nothing more happens in the job."""
     _close(state, now)
 
 
@@ -350,7 +350,7 @@ def _named(state: CoreState, account: TimeMark) -> dict[TimeClass, float]:
 
 
 def is_divided(state: CoreState) -> bool:
-    """It is known which steps stayed, and how long they took."""
+    """Whether it is known which steps stayed and how long they took."""
     counted, wall = state.membership.counted, state.membership.wall
     if wall.since_s is None or wall.spent_s.get(TimeClass.UNEXPLAINED):
         return False

@@ -19,7 +19,8 @@ from holdfast.protocol import messages as m
 
 
 def heard(state: CoreState, told: m.Progress) -> None:
-    """A worker told figures. Names beyond the bounds that `run.log` keeps are not taken: nothing here may grow for ever."""
+    """Records values that a worker's script logged. Names beyond the limits of `run.log` are ignored: nothing here may grow
+    without bound."""
     current = (
         state.membership.generation is not None and told.generation == state.membership.generation.number
     )
@@ -46,13 +47,13 @@ def rows(state: CoreState, told: m.Progress) -> list[tuple[str, int, float]]:
 
 
 def started(context: Context, worker: Worker, pid: int, log: str) -> None:
-    """Its process runs."""
+    """Notes that the worker's process runs."""
     worker.log = log
     context.record(ledger.WorkerStarted(worker=worker.name, node=worker.node, pid=pid, log=log))
 
 
 def joined(context: Context, worker: Worker, message: m.Joined) -> None:
-    """A member is connected, and restored if it had to be."""
+    """Notes that a member is connected, and restored if it had to be."""
     membership = context.state.membership
     worker.joined_generation = message.generation
     # Late news of an earlier generation must not close the incident of this one, or its report would show times that
@@ -70,7 +71,7 @@ def restoring(context: Context, worker: Worker, message: m.Restoring) -> None:
 
 
 def off_step(context: Context, worker: Worker, on: bool, age_s: float) -> None:
-    """It begins or ends work of the script's own between two steps. age_s: so long ago."""
+    """Notes that a worker begins or ends work of its script between two steps. age_s: seconds since then."""
     worker.aside = on
     wall_time.aside(context.state, worker, context.now - age_s, on)
 
@@ -83,7 +84,7 @@ def attached(context: Context, worker: Worker) -> None:
 
 
 def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
-    """A worker can be a member from now on."""
+    """Notes that a worker can become a member."""
     if worker.phase not in (WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.MEMBER):
         return
     attached(context, worker)
@@ -113,7 +114,7 @@ def _count_micro_batches(context: Context, micro_batches: int) -> None:
 
 
 def counted(state: CoreState, name: str, message: m.Progress | m.Parked) -> m.Progress | m.Parked:
-    """What a worker tells of its steps, without those that count for nobody. name: the worker's."""
+    """The part of a worker's report about its steps that counts for the job. name: the worker's."""
     if state.membership.level != 2:
         return message
     worker = state.membership.workers.get(name)
@@ -129,7 +130,7 @@ def counted(state: CoreState, name: str, message: m.Progress | m.Parked) -> m.Pr
 
 
 def progress(context: Context, worker: Worker, message: m.Progress, age_s: float) -> None:
-    """A worker reports what it has committed. age_s: for so long the message was on its way."""
+    """Handles a worker's report of committed steps. age_s: seconds that the message was on its way."""
     s = context.state
     worker.median_s = message.median_s if message.median_s is not None else worker.median_s
     if message.losses and message.losses[-1][0] + 1 >= s.membership.committed:

@@ -1,4 +1,4 @@
-"""Agents that connect: who speaks for a node, and what they report."""
+"""The connections of agents: which one represents a node, and its reports."""
 
 from __future__ import annotations
 

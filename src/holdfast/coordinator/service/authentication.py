@@ -1,8 +1,7 @@
-"""Who may speak with the coordinator: those who prove that they know the job's token.
+"""Authentication of connections to the coordinator: callers have to prove that they know the job's token.
 
-A thread of its own reads their first request (`protocol.network.listener`). Only a connection that has proved itself reaches
-the web server, so strangers cost its loop nothing. The web server checks every request again, because a connection may
-bring several.
+A separate thread reads their first request (`protocol.network.listener`). Only an authenticated connection reaches the web
+server, so strangers cost its loop nothing. The web server checks every request again, because a connection may bring several.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ Tell = Callable[[str, m.FindingsReported], None]
 
 
 def choose(wish: CheckOptions, state: CoreState) -> list[Node]:
-    """The nodes that a wish is about.
+    """The nodes that a request for checks is about.
 
     Raises:
-        UsageError: one is not there, or trains and is not to be disturbed; or there are too many for what is wished.
+        UsageError: a node does not exist, or trains and must not be disturbed; or there are too many for these checks.
     """
     chosen = _chosen(wish, state)
     if wish.every_pair and len(chosen) < places.LEAST_NODES:
@@ -127,7 +127,7 @@ class CheckRuns:
         return await run.wait(after, patience_s)
 
     async def ask(self, node: str, order: m.RunChecks, patience_s: float) -> tuple[CheckResult, ...] | None:
-        """A node's answer; None when it gave none."""
+        """A node's answer to a question; None: it gave none in time."""
         # Downward, so that an answer shows by its sign whether it is for a person or for the core. Both count
         # without knowing of each other.
         self._requests -= 1
@@ -153,7 +153,7 @@ class CheckRuns:
             del self._asked[key]
 
     def answered(self, node: str, message: m.Checked) -> bool:
-        """Takes an answer; whether it was one to a question of a person's."""
+        """Takes an agent's answer. Returns whether it answers a check that a person requested."""
         if (waiting := self._asked.get((node, message.request))) and not waiting.done():
             waiting.set_result(message.results)
         return message.request < 0

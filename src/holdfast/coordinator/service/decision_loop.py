@@ -1,8 +1,9 @@
-"""The only path from an event to an action, the clock that drives it, and agents that this machine kept from speaking.
+"""The only path from an event to an action, the clock that drives it, and the detection of agents that had no time on this
+machine's processors.
 
-Connections and timers put events into an inbox. One task takes all events that wait there, lets the core decide, waits
-until the decision is written, and then carries it out. The next events gather meanwhile. However long a write takes, no
-order is sent before it, no report is lost, and no node counts as silent because of it.
+Connections and timers put events into an inbox. One task takes all events that wait there, lets the core decide, waits until
+the decision is written, and then carries it out. Further events wait meanwhile. However long a write takes, no order is sent
+before it, no report is lost, and no node counts as silent because of it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _Silence:
 
 
 class Starving:
-    """Looks at the agents of this machine that have been silent for longer than they should."""
+    """Finds agents of this machine that were silent because they got no time on a processor, or waited for memory."""
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class Starving:
             self._pids.pop(node, None)
 
     def look(self, heard: Iterable[tuple[str, float]], now: float) -> dict[str, float]:
-        """Nodes that waited for a processor or for memory since the last look, and for how long (s). heard: of each node that lives,
-        when it was heard of last, in the time of `now`."""
+        """Seconds that nodes waited for a processor or for memory since the last call, by name. heard: when each live node was
+        last heard of, on the clock of `now`."""
         starved = {}
         silences: dict[str, _Silence] = {}
         for node, heard_s in heard:
@@ -166,7 +167,7 @@ class Starving:
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """What the core's clock showed at a moment that any machine knows."""
+    """What the core's clock showed at a moment that other machines can determine, too."""
 
     now_s: float
     """The core's clock."""
@@ -208,7 +209,7 @@ class CoreClock:
 
 
 def boot_id() -> str:
-    """Which run of which machine this is."""
+    """An identifier of this machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -221,9 +222,9 @@ VALIDATE_VARIABLE = "HOLDFAST_VALIDATE"
 
 
 class HandoverPoint(msgspec.Struct, frozen=True):
-    """The last word of a coordinator that was asked to hand over.
+    """The last record of a coordinator that was asked to hand over.
 
-    It holds for the ledger as it was then: each successor adds an entry, so nobody has to take this word back.
+    It is valid for the ledger as it was then: each successor adds an entry, so the record never has to be removed.
     """
 
     seq: int
@@ -277,7 +278,7 @@ class DecisionLoop:
     # ------------------------------------------------------------ from events to decisions
 
     def handle(self, event: ev.Event, line: AgentQueue | None = None) -> None:
-        """Takes an event in, for the core to hear of soon. line: of the agent that it came by."""
+        """Queues an event for the core. line: the connection of the agent that sent it."""
         self._take_in(event, line)
 
     def _take_in(self, event: ev.Event, line: AgentQueue | None = None) -> QueuedEvent | None:
@@ -289,14 +290,14 @@ class DecisionLoop:
         return self._inbox.put(event, line)
 
     async def effect(self, event: ev.Event) -> None:
-        """Takes an event in, and waits until what was decided about it is written and done."""
+        """Queues an event, and waits until the decision about it is written and carried out."""
         # None: the inbox merged it with another, so nothing waits for it alone.
         if (waiting := self._take_in(event)) is not None:
             waiting.done = asyncio.get_running_loop().create_future()
             await waiting.done
 
     def leave(self) -> None:
-        """What has come in is still decided; then `decide_all` returns."""
+        """Lets `decide_all` return after the events that are already queued."""
         self._leaving = True
         self._inbox.wake()
 
@@ -310,7 +311,7 @@ class DecisionLoop:
         return writing.done() and writing.exception() is None
 
     async def decide_all(self) -> None:
-        """The one way from what came to what is done about it, until `leave` or cancelled."""
+        """Decides on queued events and carries the decisions out, until `leave` is called or the task is cancelled."""
         # Starts the beat, so that the loop turns at least twice per heartbeat even if no event comes.
         self._late_s()
         while True:
@@ -485,7 +486,7 @@ class DecisionLoop:
             self._watchers.say(told)
 
     def note(self, event: LedgerEvent) -> None:
-        """An event that the core knows nothing of. It is announced when it is written."""
+        """Records an event that the core does not know of. It is announced when it is written."""
         entry = self._entry(event, self.clock())
         self._ledger.write(LedgerBatch([entry])).add_done_callback(
             lambda _: self._watchers.announce("event", entry)

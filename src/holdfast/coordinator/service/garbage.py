@@ -1,4 +1,4 @@
-"""Searches for garbage that do not look at the whole job each time."""
+"""Garbage collection whose cost does not grow with the job."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ALL_EACH = 1000
 
 @contextmanager
 def short_searches(all_each: int = ALL_EACH) -> Iterator[None]:
-    """Inside, Python's search for objects that only hold each other leaves out what an earlier one has found alive.
+    """A context in which Python's cyclic garbage collector skips the objects that an earlier collection found alive.
 
-    Such a search stops everything, and Python looks at all objects in each. That took 31 ms with 16,000 workers, and grows with
-    the job; a fault would be decided so much later. Nearly all of these objects are the job's state, which
-    is freed without a search. What else has died since it was left out is found when one search of `all_each` looks at everything.
+    A full collection stops everything and examines all objects: 31 ms with 16,000 workers, growing with the job, by which a
+    decision on a fault is delayed. Nearly all of these objects are the job's state, which is freed by reference counting. Other
+    garbage among them is found by one full collection every `all_each`.
     """
     searches = 0
 

@@ -1,7 +1,8 @@
-"""A coordinator that begins without a ledger, on another machine than the one before it, gets it from the agents that kept a copy.
+"""How a coordinator that starts without a ledger, on another machine than its predecessor, gets the newest copy from the
+agents.
 
-It listens where it will serve, hears which agents come and what they keep, takes the newest copy, and closes their connections:
-they come back at once, to the coordinator that goes on from it.
+It listens at its final address, collects which agents connect and which copies they have, fetches the newest one, and closes
+their connections. The agents reconnect at once, to the coordinator that goes on from that ledger.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Unusable(HoldfastError):
 
 @dataclass(kw_only=True)
 class Choice:
-    """Whose copy is taken, and when. Pure: it is told the time."""
+    """Chooses which agent's copy is used, and when. Pure: the time is an argument."""
 
     nodes: int
     """That the job has when all are there."""
@@ -64,17 +65,17 @@ class Choice:
     """Whose copy proved to be unusable."""
 
     def hear(self, node: str, mark: LedgerMark | None, now_s: float) -> None:
-        """An agent has come."""
+        """Notes an agent that connected, with the mark of its copy."""
         self.heard[node] = mark
         if mark is not None and self.first_copy_s is None:
             self.first_copy_s = now_s
 
     def refuse(self, node: str) -> None:
-        """Its copy is of no use."""
+        """Excludes an agent's copy, because it is of no use."""
         self.refused.add(node)
 
     def newest(self) -> str | None:
-        """Who has the newest copy; None: nobody who came has one."""
+        """The agent with the newest copy; None: none that connected has one."""
         there = [
             (mark, node) for node, mark in self.heard.items() if mark is not None and node not in self.refused
         ]
@@ -91,7 +92,7 @@ class Choice:
         return self.began_s + self.orphan_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether nothing is waited for any more."""
+        """Whether there is nothing left to wait for."""
         return len(self.heard) >= self.nodes or now_s >= self.due_s()
 
 

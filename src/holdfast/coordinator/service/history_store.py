@@ -37,7 +37,7 @@ create index if not exists {TABLE}_device on {TABLE} (device);
 
 
 def shown(where: str) -> str:
-    """Where it is, for messages and logs: of a URL neither user nor password, which may also be among its options."""
+    """The location of a history for messages and logs: a URL without user and password, which may also be among its options."""
     if "://" not in where:
         return where
     parts = urlsplit(where)
@@ -240,7 +240,7 @@ PAUSE_S = 60.0
 
 
 class JobHistory:
-    """One job's way to the histories. `trouble` is told, once, why they cannot be had."""
+    """A job's access to the histories of machines. `trouble` is called once, with the reason, if they cannot be used."""
 
     def __init__(self, where: str, job: str, trouble: Callable[[str], None]) -> None:
         self._where, self._job, self._trouble = where, job, trouble

@@ -15,7 +15,7 @@ MIN_GAP_S = 1e-3
 
 
 class Planned(msgspec.Struct, kw_only=True):
-    """One `--fault` and how much of it is left."""
+    """One `--fault`, and how many times it is still to fire."""
 
     id: str
     spec: FaultSpec
@@ -141,7 +141,7 @@ class Injector:
         return None if any(x.node == name for x in generation.members) else name
 
     def unfired(self) -> list[str]:
-        """Faults that never happened, for the ledger: a person counts on them."""
+        """Faults that never fired, for the ledger: a person relies on them."""
         return [str(p.spec) for p in self.plans.values() if not p.fired]
 
     def fired(self, id: str) -> Planned | None:

@@ -1,6 +1,5 @@
-"""What a job says of itself, made of the core's state: its status while it runs (`protocol.job_view`), the report of what it
-trained and what failed, and what the page needs. A figure that several of them have is made by one function.
-"""
+"""A job as its status (`protocol.job_view`), its report and the page show it, made of the core's state. A figure that appears
+in several of them is computed by one function."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The ledger beside the event loop, and its copies at agents.
+"""The ledger beside the event loop: one thread writes it, another reads it. Also its copies at agents.
 
-One thread writes it, another reads it, and what cannot be written waits.
-
-A disk that is full, read-only, broken or gone must cost a job nothing. So a write that fails is tried again for as long as
-the job lives, and one that hangs holds up only its thread. What is to be written meanwhile is one batch, which grows: after
-the trouble the ledger has all of it, in order.
+A disk that is full, read-only, broken or gone must not cost a job anything. So a failed write is repeated for as long as the
+job lives, and a write that hangs blocks only its own thread. Meanwhile everything that is to be written is added to one batch.
+When the disk works again, the ledger gets all of it, in order.
 """
 
 from __future__ import annotations
@@ -44,11 +42,12 @@ FAILURES = (sqlite3.Error, OSError, MemoryError)
 
 
 class Unreadable(HoldfastError):
-    """The ledger did not give what was asked of it."""
+    """The ledger could not be read."""
 
 
 class Ledger:
-    """The writing side of a store, for one event loop. `trouble` is told why it cannot be written, and None when it can."""
+    """The writing side of a store, for one event loop. `trouble` is called with the reason when it cannot be written, and with
+    None when it can again."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class Ledger:
         return written
 
     async def written(self, within_s: float) -> bool:
-        """Waits until all is written that was given; whether it was in time."""
+        """Waits until everything that was passed to `write` is in the file. Returns whether that was in time."""
         try:
             async with asyncio.timeout(within_s):
                 await self._idle.wait()
@@ -137,7 +136,7 @@ class Ledger:
             raise Unreadable(f"the ledger {self._path} cannot be read: {told}") from error
 
     def unwritten(self) -> LedgerBatch:
-        """What is not known to be in the file."""
+        """The rows that are not known to be in the file."""
         batch = LedgerBatch()
         for part in (self._under_way, self._next):
             if part is not None:
@@ -252,7 +251,8 @@ class Ledger:
 
 
 class SideThread:
-    """Does one thing after the other. A process does not wait for it at its end: it may hang in a disk for ever."""
+    """Runs calls on a thread, one after the other. The process does not wait for the thread when it ends, because the thread
+    may hang in a disk."""
 
     def __init__(self, name: str) -> None:
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
@@ -330,7 +330,8 @@ class _Keeper:
 
 
 class LedgerCopies:
-    """`on_batch` for each batch, `choose` whenever nodes may have come or gone."""
+    """Sends the ledger to agents that keep a copy. Call `on_batch` for each batch, and `choose` whenever nodes may have come or
+    gone."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The coordinator's pulse: a byte into a pipe, again and again, by which its launcher knows that its loop turns."""
+"""The coordinator's liveness signal: one byte after the other into a pipe, by which its launcher knows that its event loop
+runs."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import os
 
 
 def beat(pulse: int, every_s: float) -> None:
-    """Writes now and from now on, as long as the loop of this thread turns. A launcher that does not read leaves the pipe
-    full, or is gone: nobody waits for it."""
+    """Writes a byte now and every `every_s` seconds, as long as this thread's event loop runs. Never blocks: a launcher that
+    does not read leaves the pipe full, or is gone."""
     try:
         # From the loop that decides, not from a thread: a thread would go on while the loop hangs, and the
         # launcher would watch a dead coordinator for ever.

@@ -1,7 +1,7 @@
-"""Events that wait for the core, in the order in which they came, and what waits to be sent to agents.
+"""The queue of events for the core, in the order of their arrival, and the queues of messages to agents.
 
-They wait while the ledger is written, which may take long. What comes many times a second must not pile up meanwhile: of
-signs of life one of each node is enough, and words of progress add up to one of each worker.
+Events wait while the ledger is written, which may take long. Frequent ones are merged meanwhile: of heartbeats one per node is
+kept, and reports of progress are added up per worker.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class QueuedEvent:
 
 
 class Inbox:
-    """What was put and not taken yet."""
+    """Events that are queued and not taken yet."""
 
     def __init__(self) -> None:
         self._waiting: list[QueuedEvent] = []
@@ -62,7 +62,7 @@ class Inbox:
         self._news = asyncio.Event()
 
     def put(self, event: ev.Event, line: Any = None) -> QueuedEvent | None:
-        """One more; None when it is part of one that waits already."""
+        """Queues an event; None: it was merged with one that waits already."""
         if isinstance(event, ev.NodeSays):
             # While a write hangs for a minute, every node sends hundreds of these. One is as good a sign of
             # life as all of them.
@@ -88,11 +88,11 @@ class Inbox:
         return waiting
 
     def wake(self) -> None:
-        """Has `take` return, also with nothing."""
+        """Lets `take` return, even without an event."""
         self._news.set()
 
     async def take(self) -> list[QueuedEvent]:
-        """All that waits, as soon as something does."""
+        """All queued events, as soon as there is one."""
         await self._news.wait()
         self._news.clear()
         waiting, self._waiting = self._waiting, []
@@ -167,7 +167,7 @@ class AgentQueue(asyncio.Queue[bytes | None]):
 
 
 class AgentLines:
-    """The line that speaks for each node, and what is sent on it."""
+    """The connection that represents each node, and the messages that are sent on it."""
 
     def __init__(self) -> None:
         self.by_node: dict[str, AgentQueue] = {}

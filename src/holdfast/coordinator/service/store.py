@@ -1,8 +1,7 @@
 """What outlives the coordinator's process: SQLite in the job's folder.
 
-The newest snapshot of the core, the ledger of events, one row for every committed step and one for every value that the
-script logged, with summaries of both.
-Write-ahead logging keeps every committed row through the death of the process.
+The newest state of the core, the ledger of events, one row for every committed step and one for every value that the script
+logged, with summaries of both. With write-ahead logging every committed row survives the death of the process.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class _Cursor(sqlite3.Cursor):
 
 
 class SqliteConnection(sqlite3.Connection):
-    """One whose errors are sqlite3.Error, whatever is in the file."""
+    """A connection that raises only sqlite3.Error, whatever is in the file."""
 
     def execute(self, *args: Any) -> Any:
         return self.cursor(_Cursor).execute(*args)
@@ -199,7 +198,7 @@ class LedgerBatch(msgspec.Struct):
     """Small named values, of which the newest counts."""
 
     def add(self, later: LedgerBatch) -> None:
-        """Takes in what comes after it."""
+        """Adds the rows of a later batch to this one."""
         self.entries += later.entries
         self.steps += later.steps
         self.kept |= later.kept

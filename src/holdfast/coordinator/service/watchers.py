@@ -1,12 +1,13 @@
-"""Who watches a running job: events, the status as it changes, and words. What one who reads slowly costs has a bound.
+"""Watchers of a running job: they get events, the status as it changes, and announcements. The cost of a slow watcher is
+bounded.
 
-Events are in the ledger, so a watcher that is behind reads on from there, and nothing is kept for it in this process. The
-status is made from what there is when it is sent. What is left to be queued are words and orders, of which there are few.
+Events are in the ledger, so a watcher that is behind reads on from there, and nothing is queued for it in this process. The
+status is made when it is sent. Only announcements and orders are queued, of which there are few.
 
-The status is kept up to date row by row: what changed since the last look is all that is sent. A look goes over all nodes and
-workers, in pieces between which others have their turn. The whole, and a change of many rows, are put together in another
-thread, out of rows that no one changes. So neither holds the event loop, however large the job is, and a job that nobody
-watches is not looked at.
+The status is updated row by row, and only rows that changed since the last update are sent. An update goes over all nodes and
+workers in pieces, between which other tasks run. A complete status, or a change of many rows, is put together in another thread
+from rows that are never modified. So neither blocks the event loop, however large the job is, and a job that nobody watches is
+not looked at.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checkpoints in durable tiers: begun from a complete snapshot, there when their manifest is.
+"""Checkpoints in durable tiers. Each is written from a complete snapshot and exists as soon as its manifest is written.
 
-Whatever a tier refuses is said and tried again with a later snapshot; training never waits for it.
+When a tier refuses a checkpoint, that is reported and tried again with a later snapshot. Training never waits for a tier.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ STORE_MTBF = 10
 
 
 def begin_due(context: Context) -> None:
-    """Begins to store the newest complete snapshot in every tier whose time has come. While an older one is on its way
-    there it is skipped: what is written behind running training must not pile up."""
+    """Begins to write the newest complete snapshot to every tier that is due for one. A tier that is still writing an older
+    snapshot is skipped, so that unfinished checkpoints do not pile up behind running training."""
     s = context.state
     snapshot = max(
         (x for x in s.storage.snapshots if x.complete), key=lambda x: (x.step, x.generation), default=None
@@ -74,7 +74,7 @@ def begin_due(context: Context) -> None:
 
 
 def under_way(context: Context, url: str) -> Storing | None:
-    """What is on its way to a tier, be it of a past that did not happen."""
+    """The checkpoint that is being written to a tier, even if a restart has undone its step; None: none is."""
     return next((x for x in context.state.storage.storing if x.tier == url), None)
 
 
@@ -90,7 +90,7 @@ def _skip(context: Context, current: Storing, step: int) -> None:
 
 
 def look(context: Context) -> None:
-    """Tells people of tiers that nothing comes to: training goes on, but nothing more is saved there."""
+    """Reports checkpoints on which a tier has made no progress for too long. Training goes on meanwhile."""
     for current in context.state.storage.storing:
         if not current.slow and context.reached(current.moved_s + context.timing.tier_s):
             current.slow = True
@@ -170,7 +170,7 @@ def _answered(context: Context, current: Storing, node: Node, rank: int | None =
 
 
 def stored(context: Context, node: Node, message: m.Stored) -> None:
-    """A shard is in a tier, or could not be brought there."""
+    """Handles a node's report that it wrote a shard to a tier, or could not."""
     key = message.key
     for current in list(context.state.storage.storing):
         # By generation too: after a rewind the same step is stored again with other bytes, and the late
@@ -199,7 +199,7 @@ def stored(context: Context, node: Node, message: m.Stored) -> None:
 
 
 def progress(context: Context, node: Node, message: m.StoreProgress) -> None:
-    """How far a shard is."""
+    """Handles a node's report of how much of a shard it has written."""
     key = message.key
     for current in context.state.storage.storing:
         if (current.tier, current.step) == (message.tier, key.step) and current.waiting.get(
@@ -210,7 +210,7 @@ def progress(context: Context, node: Node, message: m.StoreProgress) -> None:
 
 
 def published(context: Context, node: Node, message: m.Published) -> None:
-    """A checkpoint exists, or its manifest could not be written."""
+    """Handles the report that a checkpoint's manifest was written, or could not be."""
     storage = context.state.storage
     asked = [
         x
@@ -268,29 +268,29 @@ def saved(context: Context, worker: Worker, message: m.Saved) -> None:
 
 
 def given_last(context: Context, worker: Worker) -> None:
-    """A worker left the state after its last step to its node."""
+    """Handles the report that a worker left its state after the last step in its node's memory."""
     context.state.storage.last_from.append((worker.node, worker.shard_index))
 
 
 def forget_last(context: Context) -> None:
-    """Who has not reported what became of it is not waited for any more."""
+    """Stops waiting for shards of the last state whose nodes have not reported what became of them."""
     context.state.storage.last_from = []
 
 
 def summing(context: Context, node: str, keys: Iterable[Key]) -> None:
-    """A node computes the checksums of shards whose workers have ended."""
+    """Handles the report that a node computes the checksums of shards whose workers have ended."""
     context.state.storage.summing += [Summing(node=node, key=key, since_s=context.now) for key in keys]
 
 
 def summed(context: Context, node: Node, key: Key) -> None:
-    """What became of a shard is known."""
+    """Handles the report that the checksums of a shard are computed, or cannot be."""
     storage = context.state.storage
     storage.summing = [x for x in storage.summing if (x.node, x.key) != (node.name, key)]
 
 
 def last_on_its_way(context: Context) -> bool:
-    """The job ends: begins to store its last state in every durable tier; where that is not complete, the newest snapshot
-    that is. False when nothing more comes of it."""
+    """Begins to write the job's last state to every durable tier, or the newest complete snapshot where the last state is
+    incomplete. False: nothing is left to wait for."""
     s = context.state
     # The person's patience is over. Whatever is on its way is left behind.
     if s.membership.stop_reason is not None and not s.deadlines.is_set(Timer.STOP):
@@ -326,7 +326,7 @@ def last_on_its_way(context: Context) -> bool:
 
 
 def say_unsaved(context: Context) -> None:
-    """The job ends without its last state in a tier, for a reason that was not said."""
+    """Records that the job ends without its last state in a durable tier, if the reason was not reported before."""
     s, last = context.state, queries.last_step(context)
     known = s.storage.last_failed or (s.storage.durable is not None and s.storage.durable.step >= last)
     if not context.mode.saves_together or s.membership.shard_count == 1 or not last or known:
@@ -340,7 +340,7 @@ def say_unsaved(context: Context) -> None:
 
 
 def found(context: Context, event: DurableFound) -> None:
-    """What a start found in the durable tiers."""
+    """Takes the list of checkpoints that the start of a job found in its durable tiers."""
     storage = context.state.storage
     storage.durable, storage.older, storage.unread = (
         event.durable,
@@ -350,7 +350,7 @@ def found(context: Context, event: DurableFound) -> None:
 
 
 def there(context: Context, durable: Durable) -> None:
-    """A checkpoint came to be; those that its tier keeps no longer are gone."""
+    """Adds a new checkpoint to the known ones, and removes those that its tier keeps no longer."""
     storage = context.state.storage
     # The same retention as the pruner's, applied to what the core remembers, so that it never sends workers
     # to a checkpoint that was just removed.
@@ -367,8 +367,8 @@ def there(context: Context, durable: Durable) -> None:
 
 
 def unread(context: Context, durable: Durable, message: m.CollectiveError) -> None:
-    """A worker could not be restored from a checkpoint. A damaged one is not tried again, one in a tier that does not
-    answer is; then the next older one is taken."""
+    """Handles the report that a worker could not be restored from a checkpoint; the next older one is used. A damaged
+    checkpoint is not tried again; one in a tier that does not answer may be."""
     storage = context.state.storage
     # Several workers fail to read the same checkpoint, and report one after another. Only the first counts,
     # or each would take away one more older checkpoint.
@@ -402,7 +402,7 @@ def _instead(context: Context) -> str | None:
 
 
 def totals(context: Context, url: str) -> TierTotals:
-    """What came to a tier since the job's start."""
+    """The counts of what was written to a tier since the job's start."""
     return context.state.storage.totals.tiers.setdefault(url, TierTotals())
 
 
@@ -429,7 +429,7 @@ def _failed(context: Context, current: Storing, reason: str) -> None:
 
 
 def node_lost(context: Context, node: Node) -> None:
-    """What it was writing does not come: the next complete snapshot is stored instead."""
+    """Gives up the checkpoints that a lost node was writing a part of. The next complete snapshot is written instead."""
     context.state.storage.summing = [x for x in context.state.storage.summing if x.node != node.name]
     context.state.storage.last_from = [(n, p) for n, p in context.state.storage.last_from if n != node.name]
     for current in list(context.state.storage.storing):
@@ -453,7 +453,7 @@ def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
 
 
 def went_back(context: Context, start: int) -> None:
-    """What is being stored of later steps is of a past that did not happen."""
+    """Gives up checkpoints of steps that are undone: training resumes before them."""
     storage = context.state.storage
     for current in storage.storing:
         # Not removed, since writing cannot be called back. What comes of it is dropped when it has answered.

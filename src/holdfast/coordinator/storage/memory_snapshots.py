@@ -1,8 +1,9 @@
-"""Snapshots in memory: who keeps a copy of what, when one is complete, and which to go on from.
+"""Snapshots in the memory of nodes: which node keeps a copy of which shard, when a snapshot is complete, and from which one
+training resumes.
 
-A snapshot is complete when every shard of it is held by as many nodes as the job asks for, or as can be had. Only then is the
-one before it given up, and not if more nodes hold that one: then it is kept beside the newest until one is held by as many.
-`durable_checkpoints` brings complete ones to durable tiers.
+A snapshot is complete when every shard has as many copies as the job asks for, or as are possible. Only then is its predecessor
+dropped. A predecessor with more copies of its rarest shard is kept until a newer snapshot has as many. `durable_checkpoints`
+writes complete snapshots to durable tiers.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ KEPT_COMPLETE = 2
 """The newest complete snapshot, and the one before it (complete or not) for when all its holders are lost at once."""
 
 KEPT_PARTIAL = 8
-"""Of snapshots that are not complete yet: so many that could be restored, and so many that could not. A node keeps two
-at a time, and few nodes save, so more are never of use."""
+"""Incomplete snapshots that are remembered: at most this number from which a state could be restored, and at most this number
+of others. A node keeps two at a time, and few nodes save, so more are never of use."""
 
 KEPT_REWINDS = 16
-"""Of more, the two oldest count as one that forgets what either does."""
+"""Rewinds that are remembered. Beyond that the two oldest are merged into one that voids whatever either of them voids."""
 
 MAX_UNREAD = 3
-"""So many generations may fail to read a snapshot that the core thinks is held; then an older one is taken."""
+"""Generations that may fail to read a snapshot which should be there, before an older one is used."""
 
 # ---------------------------------------------------------------- what agents say
 
 
 def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
-    """A node has a shard in its memory."""
+    """Handles a node's report that it has a shard in its memory."""
     copy = message.copy
     durable_checkpoints.summed(context, node, copy.key)
     _given(context, copy.key)
@@ -83,7 +84,8 @@ def _take(context: Context, node: Node, copy: Copy) -> MemorySnapshot | None:
 def not_held(
     context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None, paced: bool = False
 ) -> None:
-    """A node could not keep a shard. Said once, until a snapshot is complete again; paced: once in the job."""
+    """Handles a node's report that it could not keep a shard. Reported to people once, until a snapshot is complete again; a
+    shard that was left out to keep the pace, once in the job."""
     durable_checkpoints.summed(context, node, key)
     _given(context, key)
     # One line, and then a count: a node without memory would otherwise write one line for every snapshot,
@@ -158,7 +160,7 @@ def _slots_freed(context: Context, node: Node | None = None) -> None:
 
 
 def spoiled(context: Context, node: Node, key: Key, reason: str) -> None:
-    """What a node held went bad in its memory: it is copied anew, where another has it."""
+    """Handles the report that a copy was corrupted in a node's memory. It is replaced from another copy, if there is one."""
     context.state.storage.totals.unread += 1
     context.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
     # Only this node's copy of it. Others may hold the same shard undamaged, and `spread` then makes
@@ -199,7 +201,7 @@ def _forgets(context: Context, snapshot: MemorySnapshot) -> m.ForgetSnapshots:
 
 
 def node_lost(context: Context, node: Node) -> None:
-    """What it held is gone; the copies that are left are brought up to their number again."""
+    """Removes the copies of a lost node, and orders new ones until each shard has the wanted number again."""
     for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
@@ -212,10 +214,10 @@ def node_lost(context: Context, node: Node) -> None:
 
 
 def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
-    """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this.
+    """Handles a node's list of the shards that it holds: from a new agent that took over the node's memory, or from one that
+    reconnects after a coordinator failed.
 
-    Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
-    been told is told again.
+    Both sides may have missed messages of the other, so every open order is sent again, and so is what the node must know.
     """
     # The address first: everything below may ask other nodes to fetch from this one.
     node.memory.port, node.memory.server = hello.snapshot_port, hello.snapshot_server
@@ -258,9 +260,9 @@ def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
 
 
 def happened(context: Context, key: Key) -> bool:
-    """Whether training, as it goes on now, came through the state that a shard is of.
+    """Whether the state of a shard is part of the run as it goes on now, and not of steps that a restart undid.
 
-    What a new agent adopted of an earlier run has lost its generation.
+    Shards that a new agent took over from an earlier run have no generation any more.
     """
     s = context.state
     if (
@@ -288,7 +290,7 @@ def _newest_step(context: Context) -> int:
 
 
 def _copies(context: Context, snapshot: MemorySnapshot) -> int:
-    """So many nodes hold the shard that the fewest hold; no more than are asked for."""
+    """Number of copies of the least-replicated shard, capped at the requested number."""
     # By rank, over all entries: two nodes that hold different bytes of one rank are two entries, but either
     # one alone is enough to restore from.
     holders: dict[int, set[str]] = {}
@@ -384,8 +386,8 @@ def _drop_lost(context: Context, returns: bool = False) -> None:
 
 
 def spread(context: Context) -> None:
-    """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
-    complete there is room for others, which are then asked for."""
+    """Orders every copy that is missing, for the newest snapshot first, because a complete one makes older ones superfluous.
+    When a snapshot becomes complete, slots become free, and copies that were refused are ordered again."""
     # Until nothing changes: a snapshot that becomes complete frees slots on every node, for copies that were
     # refused for want of one. The loop ends, because each round completes at least one more snapshot.
     while True:
@@ -537,9 +539,9 @@ def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
 
 
 def hands_over(context: Context, node: Node) -> bool:
-    """Whether a node that is about to leave as planned still gives on the shards that nobody else will hold, of the newest
-    snapshot that is complete. What no other can keep goes with it, unless the job is still to go on from there. At one worker
-    per replica every member can save the next one alone, so nothing is worth the wait."""
+    """Whether a node that is about to leave as planned still has to copy shards of the newest complete snapshot to other nodes,
+    because no node that stays has them. Shards that nobody else can keep are lost with the node, unless the job has to
+    resume from them. With one worker per replica any member can save the next snapshot alone, so the node need not wait."""
     s = context.state
     if not context.mode.saves_together or s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
@@ -651,7 +653,7 @@ def _tell_complete(context: Context, snapshot: MemorySnapshot) -> None:
 
 
 def unread(context: Context, copy: Copy) -> None:
-    """A worker could not read a snapshot from any of its holders: a node may have less than the core thinks."""
+    """Handles the report that a worker could read a snapshot from none of its holders: they may have less than was recorded."""
     s, key = context.state, copy.key
     for snapshot in list(s.storage.snapshots):
         if (snapshot.step, snapshot.generation, snapshot.world) == (key.step, key.generation, key.world):
@@ -665,8 +667,8 @@ def unread(context: Context, copy: Copy) -> None:
 
 
 def went_back(context: Context, start: int) -> None:
-    """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
-    that did not happen. It may still be reported, and by agents that did not hear this."""
+    """Marks snapshots of steps after `start` as undone: the next generation resumes at `start` from a saved state. Nodes that
+    have not heard of it may still report such snapshots."""
     s = context.state
     if not s.membership.number and not start:
         return  # the very beginning
@@ -687,7 +689,8 @@ def went_back(context: Context, start: int) -> None:
 
 
 def sought(context: Context, worker: Worker, request: int) -> None:
-    """A script wants to load: it is told what there is."""
+    """Answers a script that wants to load: with the holders of the newest complete snapshot, if no checkpoint is newer, and
+    with the newest checkpoint."""
     snapshot = queries.newest_complete(context)
     durable = context.state.storage.durable
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):

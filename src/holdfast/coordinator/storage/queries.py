@@ -1,4 +1,4 @@
-"""What the other parts want to know of snapshots and checkpoints. Nothing is changed here."""
+"""What other parts may read about snapshots and checkpoints. Nothing here changes the state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.protocol.snapshots import Copy, Holder
 
 
 def newest_complete(context: Context) -> MemorySnapshot | None:
-    """The newest snapshot of which every shard is held by a node that lives."""
+    """The newest snapshot of which every shard is held by a node that is alive; None: there is none."""
     # Holders, not the mark `complete`: a snapshot short of copies that were never made can still be restored,
     # and after a fault that is all that matters.
     there = [x for x in context.state.storage.snapshots if has_all(x)]
@@ -20,14 +20,14 @@ def newest_complete(context: Context) -> MemorySnapshot | None:
 
 
 def has_all(snapshot: MemorySnapshot) -> bool:
-    """Whether every shard of it is held by somebody."""
+    """Whether every shard of a snapshot is held by some node."""
     return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
 
 
 def sources(
     context: Context, snapshot: MemorySnapshot, rank: int, node: str
 ) -> tuple[Copy, tuple[Holder, ...]]:
-    """One shard and its holders, the node's own memory first."""
+    """A shard of a snapshot and its holders, the node's own memory first."""
     entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
     # The node's own memory first: no network, and it stays readable when the network is what failed.
     best = max(entries, key=lambda h: (node in h.nodes, len(h.nodes)))
@@ -40,13 +40,13 @@ def holders(context: Context, entry: HeldShard) -> tuple[Holder, ...]:
 
 
 def savers(context: Context, generation: m.Generation) -> frozenset[int]:
-    """Ranks of a generation of replicas that take the snapshots."""
+    """The ranks of a generation that save snapshots."""
     return frozenset(r for p in range(generation.shard_count) for r in savers_of(context, generation, p))
 
 
 def savers_of(context: Context, generation: m.Generation, shard_index: int) -> frozenset[int]:
-    """Those of one shard: enough of them, on different nodes and far apart where they are, so that nothing needs to be
-    sent; they hold the same."""
+    """The ranks that save one shard. All members of a replica group hold the same; the ones chosen are on different nodes, far
+    apart where possible, so that no copies have to be sent."""
     # One saver per node: a second one would put the same bytes into the same memory.
     first: dict[str, int] = {}
     for member in (generation.members[r] for r in generation.replica_group(shard_index)):
@@ -71,18 +71,18 @@ def nearest(context: Context, name: str, others: list[str]) -> int:
 
 
 def mean_time_between_failures_s(context: Context) -> float:
-    """What `auto` goes by: the job's own incidents, and a prior."""
+    """Seconds between failures, for `--snapshot-every auto`: from the job's own incidents and a prior."""
     s = context.state
     return mtbf_s(incidents.total(s), context.now - s.began_s)
 
 
 def writes(context: Context, node: Node) -> bool:
-    """Whether something of a checkpoint is waited for from this node."""
+    """Whether this node still has to write a part of a checkpoint."""
     return any(node.name in x.waiting.values() for x in context.state.storage.storing)
 
 
 def has_last(context: Context, node: Node) -> bool:
-    """Whether a node that is to leave may have a part of the state that the job ends with."""
+    """Whether a node that is to leave may hold a part of the job's last state."""
     s = context.state
     # At level 2 workers hand their last state to their nodes one by one. At level 0 a script saves when it
     # likes, so the newest complete snapshot is the last state.
@@ -94,13 +94,14 @@ def has_last(context: Context, node: Node) -> bool:
 
 
 def ending(context: Context) -> bool:
-    """No worker has steps to do any more."""
+    """Whether no worker has steps left to do."""
     s = context.state
     return s.membership.phase is JobPhase.STOPPING or bool(s.storage.last_from)
 
 
 def last_step(context: Context) -> int:
-    """Of the state that the job ends with: where scripts save, the newest that is complete."""
+    """The step of the state with which the job ends. For scripts that save their state themselves: that of the newest complete
+    one."""
     s = context.state
     if not context.mode.saves_together:
         snapshot = newest_complete(context)
@@ -122,7 +123,7 @@ def kept_shards(context: Context, step: int) -> set[int]:
 
 
 def awaited_shards(context: Context) -> set[int]:
-    """Shards of the last state that agents were given; what became of them they have not said yet."""
+    """The shards of the last state that workers gave to their agents, and whose agents have not yet reported the result."""
     s, last = context.state, last_step(context)
     taken = [x for x in s.storage.snapshots if x.step == last]
     if any(has_all(x) or x.given_up for x in taken):
@@ -148,7 +149,7 @@ def moves_until_s(context: Context) -> float:
 
 
 def only_in_memory(context: Context) -> int | None:
-    """The step of the newest snapshot, if no durable tier has it or a later one."""
+    """The step of the newest snapshot, if no durable tier has it or a later one; None otherwise."""
     snapshot = newest_complete(context)
     newest = context.state.storage.durable.step if context.state.storage.durable is not None else 0
     return snapshot.step if snapshot is not None and snapshot.step > newest else None
@@ -168,7 +169,8 @@ def unsaved(context: Context) -> int | None:
 
 
 def may_be_in_memory(context: Context) -> bool:
-    """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
+    """Whether nodes may hold a newer state than any tier: the job ended before all had listed what a killed run left in their
+    memory."""
     s = context.state
     newest = s.storage.durable.step if s.storage.durable is not None else 0
     missed = (
@@ -178,7 +180,7 @@ def may_be_in_memory(context: Context) -> bool:
 
 
 def how_far(current: Storing) -> tuple[int, int] | None:
-    """Bytes that are there, and of how many, as far as that was said."""
+    """Bytes that are written, and the number of bytes in total, as far as nodes have reported."""
     if not current.written:
         return None
     return sum(n for n, _ in current.written.values()), sum(of for _, of in current.written.values())
