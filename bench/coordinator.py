@@ -100,7 +100,7 @@ def measure(nodes: int, nproc: int) -> list[str]:
         lambda i: says(
             workers[0],
             m.Progress(
-                generation=number, committed=i + 2, median_s=0.5, losses=(m.StepTold(i + 1, 1.0, 0.5),)
+                generation=number, committed=i + 2, median_s=0.5, losses=(m.ReportedStep(i + 1, 1.0, 0.5),)
             ),
         ),
     )

@@ -36,7 +36,7 @@ from holdfast.coordinator.service.ledger import SideThread
 from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.messages import Generation, Member, StepTold
+from holdfast.protocol.messages import Generation, Member, ReportedStep
 from holdfast.ui.server import UiServer, loopback
 from holdfast.web.sessions import Role, Sessions
 
@@ -269,7 +269,7 @@ async def _go_on(store: Store, writer: SideThread, news: Wakeup) -> None:
 
 def _write(store: Store, step: int, seq: int, t_s: float) -> None:
     entry = LedgerEntry(seq=seq, t_s=t_s, utc="", kind="snapshot", fields={"step": step})
-    told = StepTold(step, 2.5, 0.5, made_in=1, weight=4e6, grad_norm=1.0, lr=3e-4)
+    told = ReportedStep(step, 2.5, 0.5, made_in=1, weight=4e6, grad_norm=1.0, lr=3e-4)
     store.write(
         LedgerBatch(
             entries=[entry], steps=[ReportedSteps(t_s=t_s, losses=(told,), generation=1, world=16000)]

@@ -15,7 +15,7 @@ from holdfast.checkpoint.layout import encode_head, sums_of
 from holdfast.checkpoint.loading import Leaf, regions_of
 from holdfast.checkpoint.located import Located, find_in_archive
 from holdfast.checkpoint.regions import read_regions
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import StateIndex, TensorSpec
 
 LARGE = 306
 
@@ -55,7 +55,7 @@ def measure(mib: int, savers: int, readers: int) -> Resharded:
             )
             row = torch.cat([whole[s.path][low:high].expand(-1, columns).reshape(-1) for s in specs])
             data = memoryview(row.view(torch.uint8).numpy())
-            head = encode_head(Index(1, {}, specs, nbytes * LARGE), sums_of(data))
+            head = encode_head(StateIndex(1, {}, specs, nbytes * LARGE), sums_of(data))
             shards.append(archive.save_shard(1, rank, head, sums_of(data), [data], nbytes * LARGE))
         archive.commit(1, shards)
         needed = fetched = 0

@@ -41,7 +41,7 @@ def progress(step):
             generation=1,
             committed=step + 1,
             median_s=0.1,
-            losses=(m.StepTold(step, 2.5, 0.1),),
+            losses=(m.ReportedStep(step, 2.5, 0.1),),
             figures=((step, {"x": 1.0}),),
             spent=spent,
         ),
@@ -144,7 +144,7 @@ async def talk(job_dir):
 
 def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_path):
     _, *again = asyncio.run(talk(tmp_path))
-    assert [x.message.losses for x in again] == [(m.StepTold(step, 2.5, 0.1),) for step in (7, 8, 9)]
+    assert [x.message.losses for x in again] == [(m.ReportedStep(step, 2.5, 0.1),) for step in (7, 8, 9)]
     assert [x.message.figures for x in again] == [((step, {"x": 1.0}),) for step in (7, 8, 9)]
     assert [x.message.spent for x in again[:2]] == [(), ()]  # what is counted is not counted twice
     assert again[2].message.spent

@@ -5,7 +5,7 @@ from holdfast.protocol import messages as m
 
 
 def progress(step: int, loss: float | None = None) -> m.FromWorker:
-    losses = () if loss is None else (m.StepTold(step, loss, 0.1),)
+    losses = () if loss is None else (m.ReportedStep(step, loss, 0.1),)
     return m.FromWorker("w", m.Progress(generation=1, committed=step + 1, median_s=0.1, losses=losses))
 
 

@@ -8,7 +8,7 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Manifest, Shard, encode_head, sums_of
 from holdfast.checkpoint.tier import Tier
 from holdfast.errors import StateError
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import StateIndex, TensorSpec
 
 
 def blob_of(step: int, rank: int, nbytes: int = 100_000) -> bytes:
@@ -27,7 +27,7 @@ def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
         ),
     )
     sums = sums_of(memoryview(data))
-    return encode_head(Index(step, {}, tensors, len(data)), sums), sums
+    return encode_head(StateIndex(step, {}, tensors, len(data)), sums), sums
 
 
 def in_buffers(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:

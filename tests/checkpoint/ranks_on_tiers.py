@@ -7,8 +7,8 @@ import torch
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import encode_head, sums_of_buffers
-from holdfast.checkpoint.loading import Flat, flatten
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.checkpoint.loading import FlatState, flatten
+from holdfast.tensors.index import StateIndex, TensorSpec
 from holdfast.tensors.tree import buffer_of
 
 
@@ -17,7 +17,7 @@ def save_states(archive: Archive, step: int, states: list[dict]) -> None:
     save_flats(archive, step, [flat_of(state, step) for state in states])
 
 
-def save_flats(archive: Archive, step: int, flats: list[Flat]) -> None:
+def save_flats(archive: Archive, step: int, flats: list[FlatState]) -> None:
     shards = []
     for rank, flat in enumerate(flats):
         pieces = [buffer_of(t.contiguous()) for t in flat.tensors]
@@ -39,7 +39,7 @@ class Piece(torch.Tensor):
         return piece
 
 
-def flat_of(state: dict, step: int) -> Flat:
+def flat_of(state: dict, step: int) -> FlatState:
     """As `flatten`, which is given no DTensors here."""
     flat = flatten(state, step)
     pieces = dict(_pieces(state, ""))
@@ -50,13 +50,13 @@ def flat_of(state: dict, step: int) -> Flat:
         else s
         for s in flat.index.tensors
     )
-    return Flat(
+    return FlatState(
         msgspec.structs.replace(flat.index, tensors=specs),
         [t.as_subclass(torch.Tensor) for t in flat.tensors],
     )
 
 
-def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> Flat:
+def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> FlatState:
     """What a rank of torch.distributed.checkpoint writes: no tree."""
     specs, offset = [], 0
     for path, tensor in tensors.items():
@@ -75,7 +75,7 @@ def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> Flat:
         )
         offset += nbytes
     plain = [t.as_subclass(torch.Tensor) for t in tensors.values()]
-    return Flat(Index(step, {}, tuple(specs), offset), plain)
+    return FlatState(StateIndex(step, {}, tuple(specs), offset), plain)
 
 
 def _pieces(value: object, path: str) -> list[tuple[str, Piece]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from blobs_on_tiers import blob_of
 
 from holdfast.checkpoint.layout import parts_of
-from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
+from holdfast.checkpoint.memory import PAGE, PooledSlot, SlotPool
 from holdfast.protocol.snapshots import Copy, Key, Part
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import StateIndex, TensorSpec
 
 BUDGET = 128 << 20
 SHM = Path("/dev/shm")
@@ -25,16 +25,16 @@ def key_of(step: int, rank: int = 0, generation: int = 1, world: int = 1) -> Key
     return Key(step, generation, rank, world)
 
 
-def index_of(step: int, nbytes: int) -> Index:
+def index_of(step: int, nbytes: int) -> StateIndex:
     half = nbytes // 2
     tensors = (
         TensorSpec(path="model.a", dtype="uint8", shape=(half,), offset=0, nbytes=half),
         TensorSpec(path="model.b", dtype="uint8", shape=(nbytes - half,), offset=half, nbytes=nbytes - half),
     )
-    return Index(step, {}, tensors, nbytes)
+    return StateIndex(step, {}, tensors, nbytes)
 
 
-def fill(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
+def fill(pool: SlotPool, key: Key, nbytes: int = 100_000) -> PooledSlot:
     """A slot that a worker has copied into."""
     slot = pool.begin(key, nbytes)
     with slot.blob as blob:
@@ -42,29 +42,29 @@ def fill(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
     return slot
 
 
-def save(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
+def save(pool: SlotPool, key: Key, nbytes: int = 100_000) -> PooledSlot:
     """A snapshot that counts."""
     slot = fill(pool, key, nbytes)
     pool.seal(slot, index_of(key.step, nbytes))
     return slot
 
 
-def copy_of(slot: Slot) -> Copy:
+def copy_of(slot: PooledSlot) -> Copy:
     key = slot.key
     return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes))
 
 
-def part_of(slot: Slot) -> Part:
+def part_of(slot: PooledSlot) -> Part:
     return copy_of(slot).shard.head
 
 
-def is_right(slot: Slot, nbytes: int = 100_000) -> bool:
+def is_right(slot: PooledSlot, nbytes: int = 100_000) -> bool:
     """Whether its bytes are those of its key."""
     with slot.blob as blob:
         return bytes(blob) == blob_of(slot.key.step, slot.key.rank, nbytes)
 
 
-def flip(slot: Slot, at: int) -> None:
+def flip(slot: PooledSlot, at: int) -> None:
     """Damage: one bit of the blob."""
     with slot.blob as blob:
         blob[at] ^= 1

@@ -25,7 +25,7 @@ from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.policy import Retention
 from holdfast.errors import ChecksumError, StateError, UnreadError, UsageError
 from holdfast.protocol.snapshots import Part
-from holdfast.tensors.index import MOST_DEPTH, Index, TensorSpec, decode_index
+from holdfast.tensors.index import MOST_DEPTH, StateIndex, TensorSpec, decode_index
 from holdfast.tensors.tree import pack, unpack
 
 NAME = f"{folder_of(3)}/{MANIFEST}"
@@ -248,7 +248,7 @@ for _ in range(2 * MOST_DEPTH):
     ],
 )
 def test_a_tree_of_a_peer_or_head_that_nobody_could_load(tree, why):
-    index = Index(1, tree, TENSORS, 4)
+    index = StateIndex(1, tree, TENSORS, 4)
     with pytest.raises(StateError, match=why):
         decode_index(msgspec.msgpack.encode(index))
     head = encode_head(index, b"12345678")
@@ -260,7 +260,7 @@ def test_a_tree_of_a_peer_or_head_that_nobody_could_load(tree, why):
     "change", [{"offset": 1}, {"offset": -4}, {"nbytes": -1}, {"shape": (-1,)}, {"start": (-1,)}]
 )
 def test_a_tensor_outside_of_the_bytes(change):
-    index = Index(1, {"a": ["T", 0]}, (msgspec.structs.replace(TENSORS[0], **change),), 4)
+    index = StateIndex(1, {"a": ["T", 0]}, (msgspec.structs.replace(TENSORS[0], **change),), 4)
     with pytest.raises(StateError, match=r"a has a negative size|a ends after the last of 4 bytes"):
         decode_index(msgspec.msgpack.encode(index))
 
@@ -269,7 +269,7 @@ def test_what_can_be_saved_can_be_loaded_at_any_depth():
     state = 1
     for _ in range(MOST_DEPTH):
         state = [state]
-    index = Index(1, {"a": pack(state, "a", [])}, (), 0)
+    index = StateIndex(1, {"a": pack(state, "a", [])}, (), 0)
     assert unpack(decode_index(msgspec.msgpack.encode(index)).tree["a"], []) == state
     with pytest.raises(UsageError, match=f"nested more than {MOST_DEPTH} deep"):
         pack([state], "a", [])

@@ -322,12 +322,12 @@ def test_a_class_that_was_allowed_is_loaded(to):
 def test_bytes_that_are_no_object_are_refused(to, data):
     """Somebody else's file, with checksums that fit."""
     from holdfast.checkpoint.layout import sums_of
-    from holdfast.tensors.index import Index, TensorSpec
+    from holdfast.tensors.index import StateIndex, TensorSpec
 
     spec = TensorSpec(path="thing", dtype="bytes", shape=(len(data),), offset=0, nbytes=len(data))
     sums = sums_of(memoryview(data))
     archive = Archive(to)
-    head = encode_head(Index(5, {}, (spec,), len(data)), sums)
+    head = encode_head(StateIndex(5, {}, (spec,), len(data)), sums)
     archive.commit(5, [archive.save_shard(5, 0, head, sums, [memoryview(data)], len(data))])
     EXECUTED.clear()
     if data.startswith(b"\x80\x04N"):

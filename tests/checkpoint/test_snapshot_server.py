@@ -26,7 +26,7 @@ from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.located import find_in_memory
 from holdfast.checkpoint.memory import SlotPool
 from holdfast.checkpoint.replicate import WINDOW_BYTES, Pull, replicate
-from holdfast.checkpoint.snapshot_server import Peer, SnapshotServer
+from holdfast.checkpoint.snapshot_server import SnapshotPeer, SnapshotServer
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.network.sockets import shut
 from holdfast.protocol.snapshots import Holder, Part
@@ -95,7 +95,7 @@ def test_many_readers_at_once(nodes):
     right = []
 
     def read():
-        peer = Peer(nodes[0].holder, TOKEN, KEY)
+        peer = SnapshotPeer(nodes[0].holder, TOKEN, KEY)
         _, head = peer.head(part)
         into = bytearray(head.index.nbytes)
         peer.read_into(0, memoryview(into))
@@ -112,7 +112,7 @@ def test_many_readers_at_once(nodes):
 
 def test_any_range_in_any_order_with_and_without_reading_ahead(nodes):
     part = save_on(nodes[:1], 300_000)
-    peer = Peer(nodes[0].holder, TOKEN, KEY)
+    peer = SnapshotPeer(nodes[0].holder, TOKEN, KEY)
     peer.head(part)
     right = blob_of(10, 0, 300_000)
     for ahead in (0, 200_000):
@@ -134,7 +134,7 @@ def test_any_range_in_any_order_with_and_without_reading_ahead(nodes):
 
 def test_a_connection_that_the_other_end_gave_up_is_made_again(nodes, monkeypatch):
     part = save_on(nodes[:1], 100_000)
-    peer = Peer(nodes[0].holder, TOKEN, KEY)
+    peer = SnapshotPeer(nodes[0].holder, TOKEN, KEY)
     peer.head(part)
     with nodes[0].server._lock:
         for connection in nodes[0].server._open:
@@ -291,7 +291,7 @@ def test_a_connection_after_the_close_is_not_served(nodes):
     save_on(nodes[:1])
     nodes[0].server.close()
     with pytest.raises(TierError, match="does not answer"):
-        Peer(nodes[0].holder, TOKEN, KEY).head()
+        SnapshotPeer(nodes[0].holder, TOKEN, KEY).head()
 
 
 # ---------------------------------------------------------------- the own node
@@ -397,7 +397,7 @@ def test_a_head_that_is_not_the_one_that_was_reported(nodes):
     a, b, _ = nodes
     part = save_on([a])
     other = Part(part.name, part.nbytes, "00" * 16)
-    peer = Peer(a.holder, TOKEN, KEY)
+    peer = SnapshotPeer(a.holder, TOKEN, KEY)
     with closing(peer), pytest.raises(ChecksumError, match="memory of a is damaged"):
         peer.head(other)
     with pytest.raises(StateError, match="is damaged"):
@@ -452,7 +452,7 @@ def test_an_aborted_pull_begins_nothing(nodes):
 
 def test_a_peer_that_was_aborted_before_it_connected(nodes):
     part = save_on(nodes[:1])
-    peer = Peer(nodes[0].holder, TOKEN, KEY)
+    peer = SnapshotPeer(nodes[0].holder, TOKEN, KEY)
     peer.abort()
     with pytest.raises(TierError, match="was aborted"):
         peer.head(part)

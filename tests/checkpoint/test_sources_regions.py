@@ -16,7 +16,7 @@ from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.replicate import Blob
 from holdfast.errors import StateError, TierError
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import StateIndex, TensorSpec
 from holdfast.tensors.staging import copy_into
 
 LENGTH = 7 * CHUNK_BYTES + 1234
@@ -127,7 +127,7 @@ def found_of(states):
             offset += nbytes
         data = bytearray(offset)
         copy_into(memoryview(data), [leaf.local for leaf in leaves], {})
-        heads.append(Head(Index(1, {}, tuple(specs), offset), sums_of(memoryview(data))))
+        heads.append(Head(StateIndex(1, {}, tuple(specs), offset), sums_of(memoryview(data))))
         sources.append(data)
 
     def open_blob(rank):

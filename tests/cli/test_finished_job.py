@@ -11,7 +11,7 @@ from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 
 SECRET = "a-secret-of-the-script"
 UTC = "2026-01-02T03:04:05+00:00"
@@ -41,7 +41,7 @@ def write_job(name, outcome="finished"):
     store.add_event(2.0, UTC, "formed", formed | {"generation": 1, "workers": ["node0.0#1", "node1.0#2"]})
     store.add_event(3.0, UTC, "formed", formed | {"generation": 2, "workers": ["node0.0#1", "node2.0#3"]})
     store.add_event(9.0, UTC, "ended", {"outcome": outcome, "reason": None, "step": 8})
-    store.add_steps(4.0, [StepTold(i, 5.0 - i / 4, 0.1) for i in range(10)], 1, 2)
+    store.add_steps(4.0, [ReportedStep(i, 5.0 - i / 4, 0.1) for i in range(10)], 1, 2)
     store.save(state)
     store.commit()
     if outcome:

@@ -88,7 +88,7 @@ class Agent:
     async def step(self) -> None:
         """Its worker commits one more step."""
         self.committed += 1
-        losses = (m.StepTold(self.committed - 1, 1.0, 0.1),) if self.name == "n0" else ()
+        losses = (m.ReportedStep(self.committed - 1, 1.0, 0.1),) if self.name == "n0" else ()
         await self.says(
             m.Progress(generation=self.generation, committed=self.committed, median_s=0.1, losses=losses)
         )

@@ -13,7 +13,7 @@ from ledgers import BUCKETS, PIECE, STEPS, small
 from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.web.timeline import JobTimeline
 
 UTC = "2026-01-02T03:04:05.000+00:00"
@@ -21,7 +21,9 @@ UTC = "2026-01-02T03:04:05.000+00:00"
 
 def batch(at: int, count: int, made_in: int, rng: random.Random) -> LedgerBatch:
     told = tuple(
-        StepTold(at + n, rng.random(), 0.1 + rng.random(), made_in=made_in, weight=2.0, skipped=n % 7 == 0)
+        ReportedStep(
+            at + n, rng.random(), 0.1 + rng.random(), made_in=made_in, weight=2.0, skipped=n % 7 == 0
+        )
         for n in range(count)
     )
     figures = [("accuracy", at + n, 0.5) for n in range(count)]

@@ -17,14 +17,14 @@ from holdfast.cli.report import _points
 from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.page import _series
 from holdfast.coordinator.service.store import LedgerBatch, ReportedSteps, Store
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.web.application import PageRefused
 
 Values = dict[int, float | None]
 
 
 def batch(at: int, count: int, generation: int, figures: list[tuple[str, int, float]]) -> LedgerBatch:
-    told = tuple(StepTold(at + n, 1.0 + at + n, 0.1, made_in=generation) for n in range(count))
+    told = tuple(ReportedStep(at + n, 1.0 + at + n, 0.1, made_in=generation) for n in range(count))
     said = ReportedSteps(t_s=1.0 + at, losses=told, generation=generation, world=2, figures=figures)
     return LedgerBatch(steps=[said])
 

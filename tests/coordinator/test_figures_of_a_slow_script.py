@@ -75,7 +75,7 @@ def trains(
             )  # fmt: skip
             word = m.Progress(
                 generation=desk.state.membership.number, committed=n, median_s=STEP_S, script_s=script_s[worker],
-                spent=(spent,) if n % BLOCK_STEPS == 0 else (), losses=(m.StepTold(n - 1, 2.191e-14, STEP_S),),
+                spent=(spent,) if n % BLOCK_STEPS == 0 else (), losses=(m.ReportedStep(n - 1, 2.191e-14, STEP_S),),
             )  # fmt: skip
             hears(desk, worker, word)
 

@@ -144,7 +144,7 @@ def test_a_node_that_returns_from_behind_a_cut_tells_of_no_step_that_happened_th
             form = await second.told(m.JoinGeneration, 2)
             assert form.generation.start == 4
             back = await plane.agent("n0")
-            told = tuple(m.StepTold(step, 9.0, 0.1, form.generation.number) for step in range(3, 9))
+            told = tuple(m.ReportedStep(step, 9.0, 0.1, form.generation.number) for step in range(3, 9))
             figures = tuple((step, {"lr": 9.0}) for step in range(3, 9))
             number = form.generation.number
             tells = m.Progress(generation=number, committed=9, losses=told, figures=figures)
@@ -155,7 +155,7 @@ def test_a_node_that_returns_from_behind_a_cut_tells_of_no_step_that_happened_th
             await back.hello("another")
             await back.send(m.FindingsReported((MARK,)))
             await plane.event("finding")
-            mine = m.StepTold(4, 1.0, 0.1, number)
+            mine = m.ReportedStep(4, 1.0, 0.1, number)
             await second.says(m.Progress(generation=number, committed=5, losses=(mine,)))
             await plane.committed(5)
 
@@ -209,7 +209,7 @@ def test_what_a_batch_holds_is_there_once_however_often_it_is_written(tmp_path: 
     entries = [LedgerEntry(seq=i, t_s=float(i), utc="now", kind="kind", fields={"i": i}) for i in (1, 2)]
     batch = LedgerBatch(
         entries,
-        [ReportedSteps(t_s=1.0, losses=(m.StepTold(0, 0.5, 0.1),), generation=1, world=2)],
+        [ReportedSteps(t_s=1.0, losses=(m.ReportedStep(0, 0.5, 0.1),), generation=1, world=2)],
         {"name": b"value"},
     )
     store.write(batch)
@@ -220,7 +220,7 @@ def test_what_a_batch_holds_is_there_once_however_often_it_is_written(tmp_path: 
     store.close()
 
 
-def told(store: Store, generation: int, *steps: m.StepTold) -> None:
+def told(store: Store, generation: int, *steps: m.ReportedStep) -> None:
     store.write(
         LedgerBatch(
             steps=[ReportedSteps(t_s=float(generation), losses=steps, generation=generation, world=2)]
@@ -231,7 +231,7 @@ def told(store: Store, generation: int, *steps: m.StepTold) -> None:
 def test_a_step_that_was_computed_again_keeps_its_commit_before(tmp_path: Path):
     """Also if it came to the same bits. Who tells again of the commit before, in a later generation, changes nothing."""
     store = Store(tmp_path / "job.sqlite")
-    first = m.StepTold(7, 0.5, 0.1, made_in=1, weight=64.0, grad_norm=2.0, lr=0.1, skipped=False)
+    first = m.ReportedStep(7, 0.5, 0.1, made_in=1, weight=64.0, grad_norm=2.0, lr=0.1, skipped=False)
     again = first._replace(made_in=3, took_s=0.2)
     told(store, 1, first)
     told(store, 2, first)

@@ -29,7 +29,7 @@ def test_what_comes_many_times_a_second_costs_the_same_at_any_size(said):
     for nodes in (2, 32):
         job = Job(nodes, 4)
         worker = next(iter(job.core.state.membership.workers.values()))
-        number, losses = job.core.state.membership.number, (m.StepTold(2, 1.0, 0.5),)
+        number, losses = job.core.state.membership.number, (m.ReportedStep(2, 1.0, 0.5),)
         event = {
             "heartbeat": e.NodeSays(worker.node, m.Heartbeat()),
             "the same step": says(worker, m.Progress(generation=number, committed=1, median_s=0.5)),

@@ -10,14 +10,14 @@ from ledgers import counted
 
 from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import LedgerBatch, ReportedSteps, Store
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 
 
-def told(step: int, loss: float, made_in: int, **more: float) -> StepTold:
-    return StepTold(step, loss, 0.1, made_in=made_in, **more)
+def told(step: int, loss: float, made_in: int, **more: float) -> ReportedStep:
+    return ReportedStep(step, loss, 0.1, made_in=made_in, **more)
 
 
-def write(store: Store, steps: list[StepTold], generation: int = 1) -> None:
+def write(store: Store, steps: list[ReportedStep], generation: int = 1) -> None:
     said = ReportedSteps(t_s=1.0 + steps[-1].step, losses=tuple(steps), generation=generation, world=2)
     store.write(LedgerBatch(steps=[said]))
 
@@ -95,7 +95,7 @@ def test_a_point_of_more_steps_than_the_highest_level_has(tmp_path: Path) -> Non
 def test_what_is_not_known_is_null(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "job.sqlite")) as store:
         assert store.series()["step"] == []
-        write(store, [StepTold(n, 2.0, None, made_in=1) for n in range(64)])
+        write(store, [ReportedStep(n, 2.0, None, made_in=1) for n in range(64)])
         found = store.series(0, 63, 10)
         assert found["step_s"] == found["weight_per_s"] == found["grad_norm"] == [None] * 8
         assert found["world"] == [2] * 8

@@ -16,7 +16,7 @@ from holdfast.protocol.phases import BLOCK_STEPS, Phase
 
 def lose(desk, first, losses, skipped=None):
     for step, loss in enumerate(losses, first):
-        entry = (m.StepTold(step, loss, 0.1, skipped=skipped),)
+        entry = (m.ReportedStep(step, loss, 0.1, skipped=skipped),)
         desk.says(
             desk.members()[0],
             m.Progress(

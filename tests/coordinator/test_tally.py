@@ -11,13 +11,13 @@ import pytest
 
 from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 
 BEGAN = "2026-01-02T03:04:05.000+00:00"
 
 
 def commits(store: Store, t_s: float, steps: range, made_in: int) -> None:
-    told = tuple(StepTold(n, t_s + n, 0.1, weight=4.0, made_in=made_in) for n in steps)
+    told = tuple(ReportedStep(n, t_s + n, 0.1, weight=4.0, made_in=made_in) for n in steps)
     store.write(LedgerBatch(steps=[ReportedSteps(t_s=t_s, losses=told, generation=made_in, world=2)]))
 
 

@@ -9,7 +9,12 @@ import pytest
 
 import holdfast
 from holdfast.engines import coordinator_keeper
-from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
+from holdfast.engines.coordinator_keeper import (
+    CoordinatorConfig,
+    CoordinatorKeeper,
+    LauncherSuperseded,
+    listen,
+)
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_OTHER_VERSION
@@ -89,7 +94,7 @@ def test_one_that_fails_is_not_started_for_ever_and_a_successor_s_is_left_alone(
         Job(tmp_path, monkeypatch, 1, 1, 1).run()
     assert Job(tmp_path, monkeypatch, 1, 1, 75, 1, 1, 0).run().begun == 6
     assert Job(tmp_path, monkeypatch, -9, -9, -9, -9, 0).run().begun == 5
-    with pytest.raises(Superseded):
+    with pytest.raises(LauncherSuperseded):
         Job(tmp_path, monkeypatch, 4).run()
 
 

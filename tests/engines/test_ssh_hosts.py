@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engines.ssh.hosts import FIRST_PAUSE_S, MOST_PAUSE_S, SETTLED_S, Hosts, Stage
+from holdfast.engines.ssh.hosts import FIRST_PAUSE_S, MOST_PAUSE_S, SETTLED_S, Hosts, HostStage
 
 
 def running(*names: str, reserve: int = 0) -> Hosts:
@@ -21,7 +21,7 @@ def running(*names: str, reserve: int = 0) -> Hosts:
 
 def test_the_first_hosts_are_started_and_the_rest_is_kept() -> None:
     hosts = running("a", "b", reserve=1)
-    assert hosts.all["r0"].stage is Stage.RESERVE
+    assert hosts.all["r0"].stage is HostStage.RESERVE
     assert hosts.due(1e9) == []
     assert hosts.wake_s() is None
 
@@ -35,7 +35,7 @@ def test_hosts_that_answered_come_first() -> None:
 def test_a_connection_that_broke_is_no_lost_node() -> None:
     hosts = running("a")
     hosts.cut("a", 5.0)
-    assert hosts.all["a"].stage is Stage.RUNNING
+    assert hosts.all["a"].stage is HostStage.RUNNING
     assert hosts.due(5.0) == []
     assert hosts.due(5.0 + FIRST_PAUSE_S) == ["a"]
     assert hosts.begun("a")
@@ -131,7 +131,7 @@ def test_whatever_happens_no_host_is_forgotten_or_connected_twice(acts) -> None:
     for act, index, pause_s in acts:
         now += pause_s
         host = hosts.all[names[index]]
-        gone = {h.name for h in hosts.all.values() if h.stage in (Stage.BAD, Stage.LEFT)}
+        gone = {h.name for h in hosts.all.values() if h.stage in (HostStage.BAD, HostStage.LEFT)}
         if act == "due":
             started = set(hosts.due(now))
             assert not started & connecting, "two connections to one host"
@@ -153,24 +153,24 @@ def test_whatever_happens_no_host_is_forgotten_or_connected_twice(acts) -> None:
         else:
             hosts.provide(now)
         for one in hosts.all.values():
-            if one.stage is Stage.RESTING and not (one.linking or one.linked):
+            if one.stage is HostStage.RESTING and not (one.linking or one.linked):
                 # Whoever rests is tried again, within the longest pause.
                 wake_s = hosts.wake_s()
                 assert wake_s is not None
                 assert wake_s <= now + MOST_PAUSE_S
             assert not (one.linked and one.linking)
-            assert (one.stage is Stage.STARTING) <= one.linking
+            assert (one.stage is HostStage.STARTING) <= one.linking
             assert (one.name in connecting) == one.linking
     # When nothing goes wrong any more, every host that is wanted runs.
     for _ in range(3):
         now += MOST_PAUSE_S
         for host in hosts.all.values():
-            if host.stage is not Stage.RUNNING:
+            if host.stage is not HostStage.RUNNING:
                 hosts.cut(host.name, now)  # of an agent that was ended
         for name in [*connecting, *hosts.due(now)]:
             hosts.greeted(name, "a new boot")
             hosts.begun(name)
         connecting = set()
     left = {h.stage for h in hosts.all.values()}
-    assert left <= {Stage.RUNNING, Stage.RESERVE, Stage.LEFT, Stage.BAD}
-    assert all(h.linked for h in hosts.all.values() if h.stage is Stage.RUNNING)
+    assert left <= {HostStage.RUNNING, HostStage.RESERVE, HostStage.LEFT, HostStage.BAD}
+    assert all(h.linked for h in hosts.all.values() if h.stage is HostStage.RUNNING)

@@ -16,9 +16,9 @@ from holdfast.engines.ssh.addresses import (
     plan_ssh,
     why_apart,
 )
-from holdfast.engines.ssh.connection import OPTIONS, Reach, ssh_command
+from holdfast.engines.ssh.connection import OPTIONS, SshSettings, ssh_command
 from holdfast.engines.ssh.explain import failure, mismatch
-from holdfast.engines.ssh.words import PREFIX, Ended, Greeting, from_host, read_answer
+from holdfast.engines.ssh.words import PREFIX, AgentEnded, Greeting, from_host, read_answer
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SshOptions
@@ -72,13 +72,13 @@ def test_another_environment_is_refused(field, value) -> None:
 
 def test_what_a_shell_prints_is_passed_over() -> None:
     assert read_answer(b"Welcome to b!\n") is None
-    assert read_answer(from_host(Ended(1))) == Ended(1)
+    assert read_answer(from_host(AgentEnded(1))) == AgentEnded(1)
     with pytest.raises(ProtocolError):
         read_answer(PREFIX + b'{"type": "nothing"}\n')
 
 
 def test_the_command_line_has_no_secret_and_no_host_is_an_option() -> None:
-    argv = ssh_command("a", Reach("/c", "/a folder/python", "1"))
+    argv = ssh_command("a", SshSettings("/c", "/a folder/python", "1"))
     assert argv[:3] == ["ssh", "-F", "/c"]
     assert argv[-3:-1] == ["--", "a"]
     assert argv[-1] == "'/a folder/python' -P -m holdfast.engines.ssh.node"

@@ -17,7 +17,7 @@ from kubejobs import accept
 
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects import render
-from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.objects.pod import TerminationMessage
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.protocol.network.sockets import host_and_port
 
@@ -82,7 +82,7 @@ class Pod:
         _, *command = self._container["command"]
         more = [f"--config={self._config}"]
         if names.COORDINATOR_ROLE in command[2]:
-            more.append(f"--farewell={self.folder / 'farewell'}")
+            more.append(f"--termination-message={self.folder / 'termination-message'}")
         self.process = subprocess.Popen(
             [sys.executable, *command, *more],
             env=os.environ | given,
@@ -136,9 +136,9 @@ class Pod:
     def out(self) -> str:
         return "".join(self._lines)
 
-    def farewell(self) -> Farewell | None:
-        path = self.folder / "farewell"
-        return msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
+    def termination_message(self) -> TerminationMessage | None:
+        path = self.folder / "termination-message"
+        return msgspec.json.decode(path.read_bytes(), type=TerminationMessage) if path.exists() else None
 
 
 class Pods:

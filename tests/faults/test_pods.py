@@ -15,7 +15,7 @@ from pods import NAME, Pods, job_of
 from families import needs_ipv6
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects import render
-from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.objects.pod import TerminationMessage
 from holdfast.protocol.network.endpoint import read_endpoint
 
 
@@ -74,7 +74,9 @@ def test_a_node_and_a_coordinator_are_lost_and_nothing_of_the_training_is(tmp_pa
     assert not first.left
     assert not second.left, [pod.out()[-2000:] for pod in pods.all]
     assert (ran.code, ran.report["outcome"]) == (0, "finished"), ran.output[-3000:]
-    assert coordinator.farewell() == Farewell(outcome="finished", step=ran.report["steps"]["committed"])
+    assert coordinator.termination_message() == TerminationMessage(
+        outcome="finished", step=ran.report["steps"]["committed"]
+    )
     assert ran.report["steps"]["lost"] == 0
     assert ran.report["final"] == undisturbed.report["final"]
     assert [node.code() for node in (nodes[0], *nodes[2:])] == [0, 0, 0]

@@ -28,7 +28,7 @@ from holdfast.engines import client
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import JobFolder
-from holdfast.engines.slurm.commands import Slurm
+from holdfast.engines.slurm.commands import SlurmCommands
 from holdfast.engines.slurm.entry import ThisNode
 from holdfast.engines.slurm.node import StandBy
 from holdfast.errors import StateError, TierError
@@ -290,7 +290,7 @@ def test_commands_tell_a_stranger_nothing_and_believe_nothing_of_his(job, monkey
 
 @needs_root
 def test_a_stranger_is_not_the_coordinator_whose_presence_slurms_nodes_watch(job, tmp_path):
-    standing_by = StandBy(spec_of(tmp_path), job.path, ThisNode("n0", "127.0.0.1", "7", 0), Slurm())
+    standing_by = StandBy(spec_of(tmp_path), job.path, ThisNode("n0", "127.0.0.1", "7", 0), SlurmCommands())
 
     async def present():
         async with asyncio.timeout(10):

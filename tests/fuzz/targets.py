@@ -43,7 +43,7 @@ from holdfast.protocol.job import JobSpec
 from holdfast.protocol.network.endpoint import FILE_NAME, Endpoint, read_endpoint
 from holdfast.protocol.wire.decoding import decode
 from holdfast.protocol.wire.frames import Codec
-from holdfast.tensors.index import Index, TensorSpec, decode_index, leaves, small_tensors
+from holdfast.tensors.index import StateIndex, TensorSpec, decode_index, leaves, small_tensors
 
 WORK = Path(tempfile.mkdtemp(prefix="holdfast-fuzz-"))
 atexit.register(shutil.rmtree, WORK, ignore_errors=True)
@@ -103,17 +103,17 @@ def read_sealed_manifest(data: bytes) -> object:
     return layout.decode_manifest(msgspec.json.encode(sealed), "m")
 
 
-def index() -> Index:
+def index() -> StateIndex:
     tree: Any = ["d", [["w", ["T", 0]], ["n", ["x", 3]], ["s", ["b", ["float32", [1], b"abcd"]]]]]
     wrapper = ["p", [{"dims": [0]}, ["w", [{"class": "a"}, [["inner", ["T", 1]]]]]]]
     tensors = (
         TensorSpec(path="a.w", dtype="float32", shape=(2, 4), offset=0, nbytes=32),
         TensorSpec(path="a.q", dtype="int8", shape=(8,), offset=32, nbytes=8, global_shape=(16,), start=(8,)),
     )
-    return Index(5, {"a": tree, "q": wrapper, "l": ["l", [["t", [["x", None]]]]]}, tensors, 40)
+    return StateIndex(5, {"a": tree, "q": wrapper, "l": ["l", [["t", [["x", None]]]]]}, tensors, 40)
 
 
-def walk(read: Index) -> None:
+def walk(read: StateIndex) -> None:
     """As those do who list what a checkpoint holds, and who load it."""
     small_tensors(read)
     for name, tree in read.tree.items():
@@ -177,7 +177,7 @@ def whole_ledger() -> bytes:
         store.add_event(0.0, "2026-11-28T16:30:32+00:00", "formed", {"world": 2, "start": 0, "names": ["a"]})
         explained = {"id": 1, "node": "n0", "cause": "a", "was": "b"}
         store.add_event(0.5, "2026-11-28T16:30:33+00:00", "incident-explained", explained)
-        told = [m.StepTold(step=1, loss=0.5, took_s=0.1), m.StepTold(step=2, loss=None, took_s=None)]
+        told = [m.ReportedStep(step=1, loss=0.5, took_s=0.1), m.ReportedStep(step=2, loss=None, took_s=None)]
         store.add_steps(1.0, told, 1, 2)
         return store.copy()
 

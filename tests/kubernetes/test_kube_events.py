@@ -11,7 +11,7 @@ from operating import JOB, operated
 from rights import is_permitted
 from test_kube_reconcile import BEGUN, observed, pod, said, status_after
 
-from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.objects.pod import TerminationMessage
 from holdfast.kubernetes.objects.resource import ObjectName
 from holdfast.kubernetes.objects.status import JobStatus
 from holdfast.kubernetes.policy.conditions import JobNews, news
@@ -66,12 +66,14 @@ def test_what_keeps_a_job_from_its_start_is_told_in_the_words_of_the_kubelet_and
 
 def test_the_end_of_a_job_is_told_once_whoever_asked_for_it() -> None:
     status = told(BEGUN, observed())[1]
-    for farewell, wanted in (
-        (Farewell(outcome="finished"), ("Normal", "Finished")),
-        (Farewell(outcome="stopped", reason="asked for"), ("Normal", "Stopped")),
-        (Farewell(outcome="failed", reason="ValueError"), ("Warning", "Failed")),
+    for termination_message, wanted in (
+        (TerminationMessage(outcome="finished"), ("Normal", "Finished")),
+        (TerminationMessage(outcome="stopped", reason="asked for"), ("Normal", "Stopped")),
+        (TerminationMessage(outcome="failed", reason="ValueError"), ("Warning", "Failed")),
     ):
-        ended = observed(pods=(pod("c1", phase="Succeeded", farewell=farewell),), said=None)
+        ended = observed(
+            pods=(pod("c1", phase="Succeeded", termination_message=termination_message),), said=None
+        )
         words, after = told(status, ended)
         assert words == [wanted]
         assert told(after, ended)[0] == []

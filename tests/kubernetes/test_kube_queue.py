@@ -14,7 +14,7 @@ from holdfast.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
 from holdfast.kubernetes.objects import kueue
 from holdfast.kubernetes.objects.kueue import Where, WorkloadSeen
 from holdfast.kubernetes.objects.machine import MachineSeen
-from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen, TerminationMessage
 from holdfast.kubernetes.objects.render import agent_pod, coordinator_pod, owner
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.kubernetes.objects.status import ConditionType, JobStatus
@@ -26,7 +26,7 @@ from holdfast.kubernetes.policy.plan import (
     FinishWorkload,
     MakeNode,
     MakeWorkload,
-    NodeSaid,
+    NodeReport,
     Number,
     Observed,
     ReleaseQuota,
@@ -148,7 +148,7 @@ def test_a_further_node_leaves_alone_when_its_quota_is_taken_back() -> None:
 
 def test_a_node_whose_agent_ended_is_not_waited_for_when_its_quota_is_taken_back() -> None:
     order = ReleaseNode(node="llm-n2", reason="connection closed", may_return=True, order_id=5)
-    nodes = {f"llm-n{k}": NodeSaid(alive=k < 2) for k in range(3)}
+    nodes = {f"llm-n{k}": NodeReport(alive=k < 2) for k in range(3)}
     machines = {"m-n2": MachineSeen(name="m-n2")}
     for further, is_deleted in ((workload(1), False), (workload(1, evicted="Preempted: by job 7"), True)):
         seen = trains(workload(), further, machines=machines, said=said(orders=(order,), nodes=nodes))
@@ -157,15 +157,16 @@ def test_a_node_whose_agent_ended_is_not_waited_for_when_its_quota_is_taken_back
 
 
 @pytest.mark.parametrize(
-    "farewell", [Farewell(outcome="stopped", reason="in whatever words", cause="preemption")]
+    "termination_message",
+    [TerminationMessage(outcome="stopped", reason="in whatever words", cause="preemption")],
 )
-def test_the_whole_job_is_saved_when_its_base_is_taken_back(farewell: Farewell) -> None:
+def test_the_whole_job_is_saved_when_its_base_is_taken_back(termination_message: TerminationMessage) -> None:
     evicted = workload(evicted="Preempted: by job 7")
     (asked_,) = actions(trains(evicted, workload(1)))
     assert isinstance(asked_, AskStop)
     assert asked_ == AskStop(f"{queues.TAKEN_BACK}: Preempted: by job 7", NoticeCause.PREEMPTION)
     # It was stopped for that, so it is not over, whatever Kueue says by now.
-    ended = pod("c1", phase="Succeeded", farewell=farewell)
+    ended = pod("c1", phase="Succeeded", termination_message=termination_message)
     for there in (workload(), evicted):
         plan = reconcile(trains(there, workload(1), pods=(ended,), said=None))
         assert [type(one) for one in plan.actions] == [DeletePod]
@@ -198,8 +199,10 @@ def test_a_person_takes_the_quota_back(base: WorkloadSeen | None) -> None:
 
 
 def test_a_job_that_is_over_frees_its_quota() -> None:
-    farewell = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
-    over = trains(workload(), workload(1), pods=(farewell,), said=None)
+    termination_message = pod(
+        "c1", phase="Succeeded", termination_message=TerminationMessage(outcome="finished")
+    )
+    over = trains(workload(), workload(1), pods=(termination_message,), said=None)
     ended = msgspec.structs.replace(over, status=status_after(over))
     assert ended.status.holds(ConditionType.COMPLETE)
     assert actions(ended)[1:3] == (

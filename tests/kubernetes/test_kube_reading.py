@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from holdfast.kubernetes.objects.machine import machine_seen
-from holdfast.kubernetes.objects.pod import Farewell, pod_seen
-from holdfast.kubernetes.pods.coordinator import farewell
+from holdfast.kubernetes.objects.pod import TerminationMessage, pod_seen
+from holdfast.kubernetes.pods.coordinator import termination_message
 
 
 def pod(name: str = "llm-n3", **status: Any) -> dict[str, Any]:
@@ -210,24 +210,24 @@ def test_what_a_pod_waits_for_is_in_the_words_of_who_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "farewell"),
+    ("message", "termination_message"),
     [
-        ('{"outcome": "finished", "reason": ""}', Farewell(outcome="finished")),
+        ('{"outcome": "finished", "reason": ""}', TerminationMessage(outcome="finished")),
         ("Traceback ...", None),
         ("", None),
         ('{"outcome": 7}', None),
     ],
 )
-def test_a_coordinators_farewell(message: str, farewell: Farewell | None) -> None:
+def test_a_coordinators_termination_message(message: str, termination_message: TerminationMessage | None) -> None:
     ended = [{"state": {"terminated": {"exitCode": 0, "message": message}}}]
     seen = pod_seen(pod("llm-c1", phase="Succeeded", containerStatuses=ended), "llm", "u-1")
     assert seen is not None
-    assert seen.farewell == farewell
+    assert seen.termination_message == termination_message
     # Not of one whose container is started again, and not of a node.
-    assert pod_seen(pod("llm-c1", containerStatuses=ended), "llm", "u-1").farewell is None  # type: ignore[union-attr]
+    assert pod_seen(pod("llm-c1", containerStatuses=ended), "llm", "u-1").termination_message is None  # type: ignore[union-attr]
     node = pod_seen(pod(phase="Succeeded", containerStatuses=ended), "llm", "u-1")
     assert node is not None
-    assert node.farewell is None
+    assert node.termination_message is None
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,14 @@ def test_a_job_that_failed_says_which_rank_did_and_of_what() -> None:
     blame = {"cause": "ModuleNotFoundError: No module named 'x'", "rank": 1, "node": "llm-n3"}
     report = {"outcome": "failed", "reason": "the same error in 3 attempts in a row", "blame": blame}
     told = "the same error in 3 attempts in a row: rank 1 on llm-n3: ModuleNotFoundError: No module named 'x'"
-    assert farewell(report) == Farewell(outcome="failed", reason=told)
+    assert termination_message(report) == TerminationMessage(outcome="failed", reason=told)
     nobody = blame | {"rank": None, "node": None}
-    assert farewell(report | {"blame": nobody}).reason == f"{report['reason']}: {blame['cause']}"
-    assert farewell(report | {"blame": None}).reason == report["reason"]
+    assert termination_message(report | {"blame": nobody}).reason == f"{report['reason']}: {blame['cause']}"
+    assert termination_message(report | {"blame": None}).reason == report["reason"]
     # What ended for another reason keeps it alone, and a cause that is the reason is not said twice.
-    assert farewell(report | {"outcome": "stopped"}).reason == report["reason"]
-    assert farewell(report | {"reason": f"twice {blame['cause']}"}).reason == f"twice {blame['cause']}"
-    assert len(farewell(report | {"reason": "x" * 2000}).reason) == 1000
+    assert termination_message(report | {"outcome": "stopped"}).reason == report["reason"]
+    assert (
+        termination_message(report | {"reason": f"twice {blame['cause']}"}).reason
+        == f"twice {blame['cause']}"
+    )
+    assert len(termination_message(report | {"reason": "x" * 2000}).reason) == 1000

@@ -9,7 +9,7 @@ from kubejobs import job as asked
 
 from holdfast.kubernetes.objects.check import check
 from holdfast.kubernetes.objects.machine import MachineSeen
-from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen, TerminationMessage
 from holdfast.kubernetes.objects.status import (
     ConditionType,
     JobStatus,
@@ -23,6 +23,7 @@ from holdfast.kubernetes.policy.plan import (
     AddFinalizer,
     AskResize,
     AskStop,
+    CoordinatorReport,
     DeleteJob,
     DeletePod,
     FindPod,
@@ -30,12 +31,11 @@ from holdfast.kubernetes.policy.plan import (
     MakeCoordinator,
     MakeNode,
     MakeObject,
-    NodeSaid,
+    NodeReport,
     Number,
     Observed,
     Released,
     RemoveFinalizer,
-    Said,
     Tell,
     Warn,
 )
@@ -69,9 +69,11 @@ def pod(name: str, **fields: Any) -> PodSeen:
     )
 
 
-def said(*alive: str, **fields: Any) -> Said:
-    nodes = {f"llm-{name}": NodeSaid(alive=True, trains=name != alive[-1]) for name in alive}
-    return Said(**({"term": 1, "phase": "running", "wanted": 3, "step": 7, "nodes": nodes} | fields))
+def said(*alive: str, **fields: Any) -> CoordinatorReport:
+    nodes = {f"llm-{name}": NodeReport(alive=True, trains=name != alive[-1]) for name in alive}
+    return CoordinatorReport(
+        **({"term": 1, "phase": "running", "wanted": 3, "step": 7, "nodes": nodes} | fields)
+    )
 
 
 def observed(**fields: Any) -> Observed:
@@ -173,7 +175,7 @@ def ended_agent(
 ) -> Observed:
     """The job after the agent of n1 has ended, as an operator sees it that has known for so long."""
     order = ReleaseNode(node="llm-n1", reason="connection closed", may_return=True, order_id=5)
-    nodes = {f"llm-n{k}": NodeSaid(alive=f"n{k}" in others) for k in range(3)}
+    nodes = {f"llm-n{k}": NodeReport(alive=f"n{k}" in others) for k in range(3)}
     return observed(
         machines=MACHINES,
         said=said(orders=(order, ProvideNode("2 of 3", order_id=6)), nodes=nodes),
@@ -279,7 +281,7 @@ def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
         pods = (pod("c1"), pod("n0"), killed, pod("n2"))
         expected.saw(killed)
         expected.meet(1, ["llm-n0", "llm-n2"], [])
-        lost = said("n0", "n2", nodes={"llm-n1": NodeSaid(alive=alive)})
+        lost = said("n0", "n2", nodes={"llm-n1": NodeReport(alive=alive)})
         limit = {"spec__template__spec__containers__0__resources": {"limits": {"memory": "2Gi"}}}
         found = [one for one in actions(observed(pods=pods, said=lost, spec=limit)) if isinstance(one, Tell)]
         news = [one for one in found if expected.is_news(one)]
@@ -403,7 +405,7 @@ def test_a_node_that_the_coordinator_has_is_not_replaced_for_its_restarts() -> N
 
 
 def test_a_job_whose_agents_crash_everywhere_ends_and_blames_no_machine() -> None:
-    starts = Said(term=1, phase="gathering", wanted=3)
+    starts = CoordinatorReport(term=1, phase="gathering", wanted=3)
 
     def seen(*restarts: int) -> Observed:
         nodes = [crashing(f"n{k}", restarts=count) for k, count in enumerate(restarts)]
@@ -438,7 +440,7 @@ def test_a_job_whose_agents_crash_everywhere_ends_and_blames_no_machine() -> Non
 def test_only_what_lacks_holdfast_is_called_so(words: str, reason: str) -> None:
     nodes = (crashing(name, restarts=5) for name in ("n0", "n1", "n2"))
     pods = (pod("c1"), *(msgspec.structs.replace(one, crash=words) for one in nodes))
-    plan = reconcile(observed(pods=pods, said=Said(term=1, phase="gathering", wanted=3)))
+    plan = reconcile(observed(pods=pods, said=CoordinatorReport(term=1, phase="gathering", wanted=3)))
     assert condition(plan.status, ConditionType.FAILED) == ("True", reason)
 
 
@@ -451,7 +453,7 @@ def test_an_image_without_holdfast_is_named(which: str) -> None:
         *(crashing(name, restarts=5) if nodes else pod(name) for name in ("n0", "n1", "n2")),
     )
     pods = tuple(msgspec.structs.replace(one, crash=words) if one.crash else one for one in pods)
-    waits = Said(term=1, phase="gathering", wanted=3) if nodes else None
+    waits = CoordinatorReport(term=1, phase="gathering", wanted=3) if nodes else None
     plan = reconcile(observed(pods=pods, said=waits))
     assert condition(plan.status, ConditionType.FAILED) == ("True", "ImageWithoutHoldfast")
     assert "put Holdfast and its Python into the image registry.example.com/me/train:1" in (
@@ -586,20 +588,22 @@ def test_what_cannot_work_is_said_and_nothing_is_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("farewell", "type_", "reason"),
+    ("termination_message", "type_", "reason"),
     [
-        (Farewell(outcome="finished"), ConditionType.COMPLETE, "Finished"),
-        (Farewell(outcome="failed", reason="ValueError"), ConditionType.FAILED, "ScriptFailed"),
-        (Farewell(outcome="stopped", reason="asked for"), ConditionType.FAILED, "Stopped"),
+        (TerminationMessage(outcome="finished"), ConditionType.COMPLETE, "Finished"),
+        (TerminationMessage(outcome="failed", reason="ValueError"), ConditionType.FAILED, "ScriptFailed"),
+        (TerminationMessage(outcome="stopped", reason="asked for"), ConditionType.FAILED, "Stopped"),
         (
-            Farewell(outcome="stopped", reason="in whatever words", cause="time-limit"),
+            TerminationMessage(outcome="stopped", reason="in whatever words", cause="time-limit"),
             ConditionType.FAILED,
             "ActiveDeadline",
         ),
     ],
 )
-def test_an_end_is_for_ever(farewell: Farewell, type_: ConditionType, reason: str) -> None:
-    ended = pod("c1", phase="Succeeded", farewell=farewell)
+def test_an_end_is_for_ever(
+    termination_message: TerminationMessage, type_: ConditionType, reason: str
+) -> None:
+    ended = pod("c1", phase="Succeeded", termination_message=termination_message)
     seen = observed(pods=(ended, pod("n0")), said=None)
     plan = reconcile(seen)
     assert plan.actions == ()  # the status first
@@ -616,7 +620,7 @@ def test_an_end_is_for_ever(farewell: Farewell, type_: ConditionType, reason: st
 
 
 def test_the_object_goes_when_its_time_after_the_end_is_over() -> None:
-    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
+    ended = pod("c1", phase="Succeeded", termination_message=TerminationMessage(outcome="finished"))
     seen = observed(pods=(ended,), said=None, spec={"spec__runPolicy": {"ttlSecondsAfterFinished": 60}})
     after = msgspec.structs.replace(seen, status=reconcile(seen).status, finalizer=False, pods=())
     assert reconcile(after).look_again_s == 60
@@ -626,7 +630,7 @@ def test_the_object_goes_when_its_time_after_the_end_is_over() -> None:
 
 def test_its_time_after_the_end_may_be_given_at_the_end() -> None:
     """What the run was started with has none, and runPolicy may change at any time."""
-    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
+    ended = pod("c1", phase="Succeeded", termination_message=TerminationMessage(outcome="finished"))
     seen = observed(pods=(ended,), said=None)
     after = msgspec.structs.replace(seen, status=reconcile(seen).status, finalizer=False, pods=())
     assert reconcile(after).look_again_s is None
@@ -653,7 +657,7 @@ def test_a_deadline_asks_for_the_end() -> None:
 def test_a_job_is_saved_before_it_is_suspended() -> None:
     seen = observed(spec={"spec__runPolicy": {"suspend": True}})
     assert actions(seen) == (AskStop("the job is suspended"),)
-    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="stopped"))
+    ended = pod("c1", phase="Succeeded", termination_message=TerminationMessage(outcome="stopped"))
     assert {type(one) for one in actions(msgspec.structs.replace(seen, pods=(ended,), said=None))} == {
         DeletePod
     }
@@ -735,8 +739,8 @@ def test_nodes_that_end_with_their_job_are_not_replaced() -> None:
 def test_an_ended_job_shows_no_nodes_its_last_step_and_what_is_left_of_its_state() -> None:
     """The operator has heard of steps some seconds before the end, and nobody answers it afterwards."""
     heard = status_after(observed(said=said("n0", "n1", "n2", snapshot="step 7 on 2 nodes each")))
-    last = Farewell(outcome="finished", step=12, checkpoint="s3://b/step-12")
-    ended = pod("c1", phase="Succeeded", farewell=last)
+    last = TerminationMessage(outcome="finished", step=12, checkpoint="s3://b/step-12")
+    ended = pod("c1", phase="Succeeded", termination_message=last)
     status = status_after(observed(status=heard, pods=(ended, pod("n0")), said=None))
     assert status.nodes is not None
     assert status.progress is not None
@@ -749,7 +753,7 @@ def test_an_ended_job_shows_no_nodes_its_last_step_and_what_is_left_of_its_state
 def test_nothing_is_left_of_an_ended_job_that_had_snapshots_in_memory_alone(outcome: str) -> None:
     heard = status_after(observed(said=said("n0", "n1", "n2", snapshot="step 7 on 2 nodes each")))
     assert condition(heard, ConditionType.STATE_SAVED) == ("True", "Saved")
-    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome=outcome))
+    ended = pod("c1", phase="Succeeded", termination_message=TerminationMessage(outcome=outcome))
     status = status_after(observed(status=heard, pods=(ended,), said=None))
     assert condition(status, ConditionType.STATE_SAVED) == ("False", "NothingLeft")
     assert status.progress is not None
@@ -770,5 +774,5 @@ def test_the_sizes_that_a_run_may_have_are_said_while_there_is_one() -> None:
     gone = frozenset({"llm-c1"})
     suspended = observed(spec=rests, status=status, pods=(), objects=frozenset(), said=None, absent=gone)
     assert status_after(suspended).most is None
-    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
+    ended = pod("c1", phase="Succeeded", termination_message=TerminationMessage(outcome="finished"))
     assert status_after(observed(spec=spec, status=status, pods=(ended,), said=None)).most is None

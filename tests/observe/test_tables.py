@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.observe.tables import advice, print_report
 from holdfast.protocol.causes import KilledForMemory
-from holdfast.protocol.job_view import BlameView
+from holdfast.protocol.job_view import RootCauseView
 from reports import report_of
 
 FOLDER = Path("/somewhere/jobs/demo")
@@ -236,7 +236,7 @@ def test_long_lines_of_code_are_not_broken(failed):
     ],
 )
 def test_advice(reason, cause, words):
-    assert words in advice(reason, BlameView(cause=cause or ""))
+    assert words in advice(reason, RootCauseView(cause=cause or ""))
 
 
 SAVED = {"step": 50, "url": "/data/run"}

@@ -128,7 +128,7 @@ train/step:Step.apply by Step
 """,
     forms="""
 train/reduction:_Bucket train/reduction:Chunk train/reduction:GradientBuffer train/replica:Transaction
-train/step_report:CommittedStep protocol/messages:StepTold protocol/messages:Progress
+train/step_report:CommittedStep protocol/messages:ReportedStep protocol/messages:Progress
 """,
     others=("a tensor of autograd's", "a word of the control channel", "a frame"),
     before=(22, 10),
@@ -383,15 +383,15 @@ agent/coordinator_link:CoordinatorLink._receiving by ToAgent
             agent/snapshots:SnapshotKeeper.replicate
                 checkpoint/replicate:replicate
                     checkpoint/replicate:Pull.head
-                        checkpoint/snapshot_server:Peer.head
-                            checkpoint/snapshot_server:Peer._answer
+                        checkpoint/snapshot_server:SnapshotPeer.head
+                            checkpoint/snapshot_server:SnapshotPeer._answer
                                 protocol/network/proof:Question
                             checkpoint/layout:decode_head
                     checkpoint/memory:SlotPool.begin
                     checkpoint/replicate:Pull.run
                         checkpoint/replicate:Blob.fetch_into by fetch_into
                             checkpoint/replicate:Blob._fill
-                                checkpoint/snapshot_server:Peer.read_into
+                                checkpoint/snapshot_server:SnapshotPeer.read_into
                                 checkpoint/layout:damaged
                     checkpoint/memory:SlotPool.received
             agent/snapshots:SnapshotKeeper.complete
@@ -424,13 +424,13 @@ protocol/network/range_server:RangeRequest.do_GET by HttpListener
             checkpoint/snapshot_server:_send
 """,
     forms="""
-train/state_image:Image tensors/index:Index tensors/index:TensorSpec tensors/dtensor_shards:Leaf
-protocol/snapshots:Key protocol/messages:SnapshotExpected protocol/messages:SlotWanted checkpoint/memory:Slot
+train/state_image:Image tensors/index:StateIndex tensors/index:TensorSpec tensors/dtensor_shards:Leaf
+protocol/snapshots:Key protocol/messages:SnapshotExpected protocol/messages:SlotWanted checkpoint/memory:PooledSlot
 protocol/messages:SlotGiven protocol/messages:SlotFilled checkpoint/layout:Head protocol/snapshots:Part
 protocol/snapshots:Shard protocol/snapshots:Copy protocol/messages:SnapshotStored agent/coordinator_link:Letter
 coordinator/kernel/events:NodeSays coordinator/service/queues:QueuedEvent coordinator/kernel/state:HeldShard
 coordinator/kernel/state:MemorySnapshot protocol/snapshots:Holder protocol/messages:Replicate
-coordinator/kernel/events:Send checkpoint/replicate:Pull checkpoint/snapshot_server:Peer checkpoint/replicate:Blob
+coordinator/kernel/events:Send checkpoint/replicate:Pull checkpoint/snapshot_server:SnapshotPeer checkpoint/replicate:Blob
 protocol/messages:SnapshotComplete coordinator/kernel/state:Storing protocol/messages:StoreShard
 protocol/messages:StoreProgress protocol/messages:Stored protocol/messages:Publish checkpoint/layout:Manifest
 protocol/messages:Published protocol/job:Durable protocol/ledger:Snapshot protocol/ledger:Saved

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.errors import UsageError
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.tools.tracking.follower import read_ledger, tracker
 from holdfast.tools.tracking.position import Position, WentBack, take_in
 
@@ -41,7 +41,7 @@ class Job:
 
     def commits(self, *steps: int, figures: tuple[tuple[str, int, float], ...] = ()) -> None:
         self._t_s += 1.0
-        told = tuple(StepTold(n, self._t_s + n, 0.1, made_in=self._made_in) for n in steps)
+        told = tuple(ReportedStep(n, self._t_s + n, 0.1, made_in=self._made_in) for n in steps)
         self.counts |= {x.step: x.loss for x in told}
         said = ReportedSteps(t_s=self._t_s, losses=told, generation=self._made_in, world=2, figures=figures)
         self.store.write(LedgerBatch(steps=[said]))

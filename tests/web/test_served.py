@@ -25,7 +25,7 @@ from holdfast.coordinator.service.page import BATCH, FRAMES, PageSource, Wakeup
 from holdfast.coordinator.service.store import LedgerBatch, LedgerEntry, ReportedSteps, Store
 from holdfast.engines import jobs
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.verified import SamplesChecked, Verified, note_verified, write_checked
 from holdfast.ui import host as host_module
@@ -64,7 +64,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with closing(Store(folder / "job.sqlite")) as store:
         write(store, 1, EVENTS)
         store.add_figures([("accuracy", n, n / 100) for n in range(100)], 1)
-        told = tuple(StepTold(n, 2.0 - n / 100, 0.1, made_in=1, weight=8.0) for n in range(100))
+        told = tuple(ReportedStep(n, 2.0 - n / 100, 0.1, made_in=1, weight=8.0) for n in range(100))
         store.write(LedgerBatch(steps=[ReportedSteps(t_s=50.0, losses=told, generation=1, world=2)]))
         store.save(state)
     return tmp_path

@@ -20,7 +20,7 @@ import xxhash
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import damaged, parts_of
-from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
+from holdfast.checkpoint.memory import PooledSlot, SlotPool, default_budget
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.checkpoint.snapshot_server import SnapshotServer
@@ -88,7 +88,7 @@ class SnapshotKeeper:
             for what in ("snapshot", "replicate", "store")
         )
         self._closing = threading.Event()
-        self._filling: dict[str, tuple[Key, Slot, float]] = {}
+        self._filling: dict[str, tuple[Key, PooledSlot, float]] = {}
         self._begun: dict[str, asyncio.Event] = {}
         self._summing: dict[Key, str] = {}
         self._asked: dict[str, Key] = {}
@@ -192,7 +192,7 @@ class SnapshotKeeper:
         self._prepare(message.key.rank, message.nbytes)
         return m.SlotGiven(message.key, str(slot.path))
 
-    async def _begin(self, message: m.SlotWanted) -> Slot:
+    async def _begin(self, message: m.SlotWanted) -> PooledSlot:
         """A slot; a worker that waits for one has it when older snapshots are complete, or have reached their tiers."""
         last_s = time.monotonic() + TURN_S
         while True:
@@ -326,7 +326,7 @@ class SnapshotKeeper:
     async def _answer(self, message: m.AgentMessage) -> None:
         self._send(message)
 
-    async def _store_held(self, order: m.StoreShard, slot: Slot, held: ExitStack) -> None:
+    async def _store_held(self, order: m.StoreShard, slot: PooledSlot, held: ExitStack) -> None:
         began_s = time.monotonic()
         loop = asyncio.get_running_loop()
         with self._counted(), held:
@@ -360,7 +360,7 @@ class SnapshotKeeper:
             self._stores -= 1
             self._has_freed()
 
-    def _store(self, order: m.StoreShard, slot: Slot, loop: asyncio.AbstractEventLoop) -> Shard:
+    def _store(self, order: m.StoreShard, slot: PooledSlot, loop: asyncio.AbstractEventLoop) -> Shard:
         archive, key = self._archive(order.tier), order.key
 
         def say(nbytes: int, total: int) -> None:
@@ -383,7 +383,7 @@ class SnapshotKeeper:
             lambda nbytes: far.add(nbytes, slot.blob_bytes),
         )
 
-    def _until_closed(self, slot: Slot) -> Iterator[memoryview]:
+    def _until_closed(self, slot: PooledSlot) -> Iterator[memoryview]:
         for piece in slot.buffers():
             if self._closing.is_set():
                 # The manifest is written last, so a shard that ends here is no part of any checkpoint.
@@ -471,6 +471,6 @@ def _lack(error: Exception) -> Lack | None:
     return Lack.MEMORY if isinstance(error, MemoryShort) else None
 
 
-def _copy_of(slot: Slot) -> Copy:
+def _copy_of(slot: PooledSlot) -> Copy:
     key = slot.key
     return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes))

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.checkpoint.memory import SlotMaps, Watcher
+from holdfast.checkpoint.memory import MappingObserver, SlotMaps
 from holdfast.protocol import messages as m
 from holdfast.protocol.machine.notice_board import NoticeBoard
 from holdfast.protocol.machine.progress_record import ProgressRecord
 from holdfast.protocol.snapshots import Key
-from holdfast.tensors.index import Index
+from holdfast.tensors.index import StateIndex
 
 
 class AgentLink(Protocol):
@@ -39,7 +39,7 @@ class AgentLink(Protocol):
 class AgentSlots:
     """Slots in the agent's memory, as a worker uses them: it asks for one, has it filled, and the agent hears of it in any case."""
 
-    def __init__(self, link: AgentLink, watcher: Watcher | None = None) -> None:
+    def __init__(self, link: AgentLink, watcher: MappingObserver | None = None) -> None:
         """watcher: as in `SlotMaps`."""
         self._link, self._maps = link, SlotMaps(watcher)
 
@@ -54,7 +54,7 @@ class AgentSlots:
     def fill(
         self,
         key: Key,
-        index: Index,
+        index: StateIndex,
         path: str | None,
         copy: Callable[[memoryview], bool],
         cost_s: Callable[[], float],

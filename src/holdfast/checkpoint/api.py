@@ -21,13 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.checkpoint import agent_link
 from holdfast.checkpoint.backends import AgentBackend, Backend, Copy, PassedOver, StandaloneBackend
-from holdfast.checkpoint.loading import SMALL_BYTES, Loaded, check, flatten, give, read
+from holdfast.checkpoint.loading import SMALL_BYTES, LoadedState, check, flatten, give, read
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
-from holdfast.tensors.index import Index
+from holdfast.tensors.index import StateIndex
 from holdfast.tensors.loaded import has_bytes, tensors_of
 from holdfast.tensors.staging import copy_into
 from holdfast.tensors.wrappers import inside_of, is_wrapper, parts_of, with_parts
@@ -275,7 +275,7 @@ def load(
         located = _agreed(backend, located, candidates, about)
         if located is None:
             break
-        loaded: Loaded | None = None
+        loaded: LoadedState | None = None
         trouble: HoldfastError | None = None
         try:
             check(state, located, backend.rank)
@@ -359,7 +359,7 @@ class _PassedOver:
     """The newest state that the script gave, of which nothing was copied."""
 
     backend: Backend
-    index: Index
+    index: StateIndex
     tensors: list[torch.Tensor]
     """The script's, or copies of them."""
     versions: list[int] | None
@@ -374,7 +374,7 @@ _passed_over: list[_PassedOver] = []
 
 def _pass_over(
     backend: Backend,
-    index: Index,
+    index: StateIndex,
     tensors: Sequence[torch.Tensor],
     why: PassedOver,
     was: list[int] | None = None,

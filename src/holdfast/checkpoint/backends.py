@@ -29,7 +29,7 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import encode_head, sums_of
 from holdfast.checkpoint.located import Located, find_in_archive, find_in_memory
 from holdfast.checkpoint.memory import (
-    Slot,
+    PooledSlot,
     SlotPool,
     default_budget,
     memory_base,
@@ -42,7 +42,7 @@ from holdfast.observe.transfer_progress import ByteCount, HowFar
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tensors.index import Index
+from holdfast.tensors.index import StateIndex
 
 _log = logging.getLogger(__name__)
 SLOT_WAIT_S = 60.0
@@ -84,7 +84,7 @@ class Backend(Protocol):
     exchange: RankExchange
     """How they agree on what to load."""
 
-    def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
+    def begin(self, index: StateIndex, *, wanted: bool = False) -> Fill | PassedOver:
         """Asks for room, so that the state counts from now on. wanted: whatever is due, and as soon as there is room."""
 
     def keeps_newest(self, why: PassedOver) -> bool:
@@ -235,7 +235,7 @@ class AgentBackend:
         )
         self._skipping = False
 
-    def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
+    def begin(self, index: StateIndex, *, wanted: bool = False) -> Fill | PassedOver:
         """The agent ends this process only when the copy is complete: of the first rank's it knows before the script goes on."""
         key = Key(index.step, self._generation, self.rank, self.world)
         if not wanted and not self._turns.is_due(index.step):
@@ -262,7 +262,7 @@ class AgentBackend:
             _log.warning(f"rank {self.rank}: no snapshot of step {key.step}: {reason}")
         return None
 
-    def _fill(self, key: Key, index: Index, wanted: bool, steps: int, copy: Copy) -> bool | PassedOver:
+    def _fill(self, key: Key, index: StateIndex, wanted: bool, steps: int, copy: Copy) -> bool | PassedOver:
         """steps: that this start had made when the script gave the state."""
         began_s = time.perf_counter()
         # One rank decides for all. Where each skipped by itself, hardly a snapshot would have the shards of all ranks.
@@ -347,9 +347,9 @@ class _Job:
     """What the saving thread is to do."""
 
     number: int
-    index: Index
+    index: StateIndex
     tiers: list[DurableTier]
-    slot: Slot | None = None
+    slot: PooledSlot | None = None
     """The memory to save into; None: there is nothing to save."""
     why_not: str = ""
     """Why there is nothing to save; else empty."""
@@ -399,7 +399,7 @@ class StandaloneBackend:
         atexit.register(self.close)
         Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
 
-    def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
+    def begin(self, index: StateIndex, *, wanted: bool = False) -> Fill | PassedOver:
         """Where no durable tier is to have it, nothing is copied: this memory ends with the process."""
         # Every rank takes a number for every call, and queues a job for every one that is due, even if its copy failed. The
         # saving threads exchange words about each number, and a rank that left one out would leave the others waiting.

@@ -41,7 +41,7 @@ from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.tensors import loaded, staging
-from holdfast.tensors.index import Index, TensorSpec, leaves
+from holdfast.tensors.index import StateIndex, TensorSpec, leaves
 from holdfast.tensors.tree import dtype_of, unpack
 from holdfast.tensors.wrappers import inside_of, is_wrapper
 
@@ -109,7 +109,7 @@ class TieredWriter(StorageWriter):
             specs.append(spec)
             tensors.append(tensor)
             offset += spec.nbytes
-        index = Index(step, {}, tuple(specs), offset)
+        index = StateIndex(step, {}, tuple(specs), offset)
         backend = backend_for(self._to)
         ready = staging.now(tensors)
         # Whoever saves with dcp is told that it is saved, or gets an error: it is never passed over.

@@ -19,7 +19,7 @@ import xxhash
 from holdfast.errors import ChecksumError, StateError
 from holdfast.protocol.snapshots import Part, Shard
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tensors.index import Index, checked
+from holdfast.tensors.index import StateIndex, checked
 
 FORMAT = 1
 CHUNK_BYTES = 32 << 10
@@ -39,7 +39,7 @@ BEING_REMOVED = "being-removed"
 class Head(msgspec.Struct, frozen=True):
     """A blob's index, and the xxh3_64 of every CHUNK_BYTES of it, 8 bytes each."""
 
-    index: Index
+    index: StateIndex
     sums: bytes
 
 
@@ -151,7 +151,7 @@ def _read_manifest(data: bytes) -> tuple[str, bytes, Manifest]:
     return signed.xxh3, raw, _manifests.decode(raw)
 
 
-def encode_head(index: Index, sums: bytes) -> bytes:
+def encode_head(index: StateIndex, sums: bytes) -> bytes:
     """msgpack."""
     return msgspec.msgpack.encode(Head(index, sums))
 

@@ -24,7 +24,7 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.protocol.wire.decoding import decode
 from holdfast.tensors.dtensor_shards import Leaf, like, piece_of
-from holdfast.tensors.index import LARGE, Index, TensorSpec, leaves
+from holdfast.tensors.index import LARGE, StateIndex, TensorSpec, leaves
 from holdfast.tensors.loaded import (
     check_fits,
     check_restorable,
@@ -54,15 +54,15 @@ nothing else have equal blobs, which are stored once."""
 
 
 @dataclass
-class Flat:
+class FlatState:
     """A flattened state."""
 
-    index: Index
+    index: StateIndex
     tensors: list[torch.Tensor]
     """In the blob's order."""
 
 
-def flatten(state: Mapping[str, Any], step: int) -> Flat:
+def flatten(state: Mapping[str, Any], step: int) -> FlatState:
     """Takes a state apart. Nothing is copied; tensors may be on any device.
 
     Raises:
@@ -93,7 +93,7 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
             leaves.append(leaf_of(path, tensor))
     specs, nbytes = lay_out(leaves)
     tree = {name: _final(value, name, kept, small) for name, value in tree.items()}
-    return Flat(Index(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
+    return FlatState(StateIndex(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
 
 
 def plain(value: Any) -> Any:
@@ -288,7 +288,7 @@ def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
             other.pop(path, None)
 
 
-def _let_parts_be(mine: dict[str, Kind], theirs: dict[str, Kind], index: Index) -> None:
+def _let_parts_be(mine: dict[str, Kind], theirs: dict[str, Kind], index: StateIndex) -> None:
     """What a wrapper is made of may come and go, as a scale that is computed ahead. A wrapper of the same class takes it."""
     parts = within_wrappers(index)
     wrappers = [path for path, kind in mine.items() if kind is not None and theirs.get(path) == kind]
@@ -298,7 +298,7 @@ def _let_parts_be(mine: dict[str, Kind], theirs: dict[str, Kind], index: Index) 
                 del one[path]
 
 
-def _other_shards(state: Mapping[str, Any], index: Index) -> list[str]:
+def _other_shards(state: Mapping[str, Any], index: StateIndex) -> list[str]:
     """Shards that are made of other tensors, and cannot be cut anew."""
     outer = _outer(state, index)
     differences = []
@@ -316,7 +316,7 @@ def _other_shards(state: Mapping[str, Any], index: Index) -> list[str]:
     return differences
 
 
-def _outer(state: Mapping[str, Any], index: Index) -> dict[str, torch.Tensor]:
+def _outer(state: Mapping[str, Any], index: StateIndex) -> dict[str, torch.Tensor]:
     """The tensors by whose layout saved shards of wrappers are placed here, by their paths."""
     paths = [lies["path"] for lies in shards_of_wrappers(index)]
     if not paths:
@@ -355,7 +355,7 @@ class _Moments:
         return torch.empty_like(parameter, dtype=dtype_of(spec), requires_grad=False)
 
 
-def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> list[str]:
+def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: StateIndex) -> list[str]:
     """Differences of an optimizer's groups of parameters, at which it would refuse its state."""
     try:
         groups = rebuild(dict(index.tree[name][1])["param_groups"], [None] * len(index.tensors))
@@ -368,7 +368,7 @@ def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> 
     return [f"{name}: groups of {theirs} parameters in the checkpoint, of {mine} here"]
 
 
-def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
+def _saved_leaves(name: str, index: StateIndex) -> dict[str, Kind]:
     """Every leaf of a name in the checkpoint."""
     kinds: dict[str, Kind] = {}
     specs = {t.path: t for t in index.tensors}
@@ -383,7 +383,7 @@ def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
     return kinds | _wrappers(name, index.tree[name])
 
 
-def _own_head(located: Located, rank: int) -> Index:
+def _own_head(located: Located, rank: int) -> StateIndex:
     """Plain values come from the same rank where there is one."""
     return located.heads[located.nearest(rank)].index
 
@@ -400,7 +400,7 @@ def check(state: Mapping[str, Any], located: Located, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """What was read, and not yet given to anybody."""
 
     parts: dict[str, Any]
@@ -409,7 +409,7 @@ class Loaded:
     """Path, live tensor, and what is to be written into it."""
 
 
-def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded:
+def read(state: Mapping[str, Any], located: Located, backend: Backend) -> LoadedState:
     """Reads everything that this rank needs. Nothing of the state is changed: the ranks may agree on another checkpoint.
 
     Memory: that of this rank's part of the state, in the host.
@@ -479,10 +479,10 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded
         check_source(path, ours, staged)
     for name, value in state.items():
         check_fits(name, value, parts_there[name])
-    return Loaded(parts_there, late)
+    return LoadedState(parts_there, late)
 
 
-def give(state: MutableMapping[str, Any], located: Located, loaded: Loaded) -> None:
+def give(state: MutableMapping[str, Any], located: Located, loaded: LoadedState) -> None:
     """Gives every object its part.
 
     Raises:

@@ -36,7 +36,7 @@ from holdfast.checkpoint.layout import CHUNK_BYTES, Head, damaged, decode_head, 
 from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.protocol.machine.processes import rooms
 from holdfast.protocol.snapshots import Key, Part
-from holdfast.tensors.index import Index
+from holdfast.tensors.index import StateIndex
 
 PAGE = 4096
 _HEADER = struct.Struct(
@@ -68,7 +68,7 @@ _NOTHING = Key(0, 0, 0, 1)
 
 
 @dataclass(kw_only=True)
-class Slot:
+class PooledSlot:
     """One slot, as the pool that owns it sees it."""
 
     path: Path
@@ -139,8 +139,8 @@ class SlotPool:
         self._run = run
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        self._slots: list[Slot] = []
-        self._coming: list[Slot] = []
+        self._slots: list[PooledSlot] = []
+        self._coming: list[PooledSlot] = []
         self._complete_step = -1
         self._kept_step: int | None = None
         own_folder(folder)
@@ -148,7 +148,7 @@ class SlotPool:
 
     # ------------------------------------------------------------ writing
 
-    def begin(self, key: Key, blob_bytes: int) -> Slot:
+    def begin(self, key: Key, blob_bytes: int) -> PooledSlot:
         """A slot to copy a shard into. It is WRITING until `seal` or `drop`.
 
         Raises:
@@ -212,7 +212,7 @@ class SlotPool:
             if not there:
                 return
 
-    def _expected(self, rank: int, blob_bytes: int) -> Slot | None:
+    def _expected(self, rank: int, blob_bytes: int) -> PooledSlot | None:
         """The next slot to bring in for a shard; None when it has enough, or there is no room."""
         need = _head_at(blob_bytes)
         with self._lock:
@@ -223,11 +223,11 @@ class SlotPool:
             if self._has_slots(rank, blob_bytes) or self._room() - taken < need:
                 return None
             path = self.folder / f"{uuid.uuid4().hex}.slot"
-            slot = Slot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1), unused=True)
+            slot = PooledSlot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1), unused=True)
             self._coming.append(slot)
             return slot
 
-    def _arrive(self, slot: Slot, ended: bool) -> bool:
+    def _arrive(self, slot: PooledSlot, ended: bool) -> bool:
         """A slot was brought in. Returns whether it counts: there is still use and room for it."""
         # Looked at again, because the lock was not held while pages came in. A slot that is not in the list is
         # not in the budget.
@@ -243,7 +243,7 @@ class SlotPool:
         there = [s for s in self._slots if s.key.rank == rank and s.capacity >= blob_bytes]
         return len(there) >= SLOTS_PER_SHARD
 
-    def seal(self, slot: Slot, index: Index) -> None:
+    def seal(self, slot: PooledSlot, index: StateIndex) -> None:
         """The copy is complete: sums it up and lets it count. The slot is still to be dropped when this raises.
 
         Raises:
@@ -260,11 +260,11 @@ class SlotPool:
             sums = sums_of(blob)
         self._sealed(slot, encode_head(index, sums), sums)
 
-    def received(self, slot: Slot, head: bytes, sums: bytes) -> None:
+    def received(self, slot: PooledSlot, head: bytes, sums: bytes) -> None:
         """The blob came from a peer and was verified against `sums`."""
         self._sealed(slot, head, sums)
 
-    def _sealed(self, slot: Slot, head: bytes, sums: bytes) -> None:
+    def _sealed(self, slot: PooledSlot, head: bytes, sums: bytes) -> None:
         with self._lock:
             # A rollback or an eviction may have taken the slot back while its checksums were computed.
             # Sealing it now would revive a snapshot that the coordinator has forgotten.
@@ -283,7 +283,7 @@ class SlotPool:
             slot.state = SlotState.SEALED
             _write_header(slot)
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: PooledSlot) -> None:
         """What the slot holds does not count any more."""
         with self._lock:
             slot.state = SlotState.FREE
@@ -292,18 +292,18 @@ class SlotPool:
 
     # ------------------------------------------------------------ what is held
 
-    def held(self) -> list[Slot]:
+    def held(self) -> list[PooledSlot]:
         """Sealed slots, oldest step first."""
         with self._lock:
             return sorted((s for s in self._slots if s.state is SlotState.SEALED), key=lambda s: s.key)
 
-    def writing(self) -> list[Slot]:
+    def writing(self) -> list[PooledSlot]:
         """Slots that a copy goes on in."""
         with self._lock:
             return [s for s in self._slots if s.state is SlotState.WRITING]
 
     @contextmanager
-    def reading(self, key: Key) -> Iterator[Slot]:
+    def reading(self, key: Key) -> Iterator[PooledSlot]:
         """Keeps a sealed slot as it is while it is read.
 
         Raises:
@@ -369,7 +369,7 @@ class SlotPool:
 
     # ------------------------------------------------------------ slots
 
-    def _ready_slot(self, key: Key, blob_bytes: int) -> Slot | None:
+    def _ready_slot(self, key: Key, blob_bytes: int) -> PooledSlot | None:
         """A slot whose pages are there. One that is being brought in for this shard is waited for: to bring in another one
         beside it would take both twice as long."""
         while (slot := self._free_slot(key, blob_bytes)) is None and any(
@@ -378,7 +378,7 @@ class SlotPool:
             self._arrived.wait()
         return slot
 
-    def _free_slot(self, key: Key, blob_bytes: int) -> Slot | None:
+    def _free_slot(self, key: Key, blob_bytes: int) -> PooledSlot | None:
         """The smallest free slot that fits; else one whose snapshot is not needed any more."""
         # A slot with readers is never reused: a peer may be copying it, or a worker may have mapped its file.
         # That is the only promise that readers get, and the reason why they need no lock.
@@ -396,7 +396,7 @@ class SlotPool:
             return min(free, key=lambda s: s.capacity)
         return next((s for s in fitting if self._dispensable(s, key)), None)
 
-    def _dispensable(self, slot: Slot, key: Key, short: bool = False) -> bool:
+    def _dispensable(self, slot: PooledSlot, key: Key, short: bool = False) -> bool:
         """A newer one is complete, or it is of a generation that broke before it became complete. Of an adopted one nobody
         may have said yet that it is complete: it goes only when memory is short."""
         if slot.state is not SlotState.SEALED:
@@ -414,7 +414,7 @@ class SlotPool:
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or again
 
-    def _planned(self, key: Key, blob_bytes: int) -> Slot:
+    def _planned(self, key: Key, blob_bytes: int) -> PooledSlot:
         """A new slot, counted from now on; its memory is still to be brought in."""
         shard = [s for s in self._slots if s.key.rank == key.rank and not s.users]
         for slot in [
@@ -436,11 +436,13 @@ class SlotPool:
             )
         self._make_room(_head_at(blob_bytes), key)
         path = self.folder / f"{uuid.uuid4().hex}.slot"  # an adopted one may be of a process with our number
-        slot = Slot(path=path, capacity=blob_bytes, state=SlotState.WRITING, key=key, blob_bytes=blob_bytes)
+        slot = PooledSlot(
+            path=path, capacity=blob_bytes, state=SlotState.WRITING, key=key, blob_bytes=blob_bytes
+        )
         self._slots.append(slot)
         return slot
 
-    def _bring_in(self, slot: Slot, ended: Callable[[], bool] = lambda: False) -> None:
+    def _bring_in(self, slot: PooledSlot, ended: Callable[[], bool] = lambda: False) -> None:
         """Makes a planned slot's file, all its pages present. Takes half a second for a GiB: not under the lock."""
         need = _head_at(slot.capacity)
         try:
@@ -467,7 +469,7 @@ class SlotPool:
                 f"{self.budget_bytes >> 20} MiB, and {free_bytes(self.folder) >> 20} MiB of memory are free"
             )
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, slot: PooledSlot) -> None:
         self._slots.remove(slot)
         slot.path.unlink(missing_ok=True)
 
@@ -585,7 +587,7 @@ def default_budget(folder: Path, held_bytes: int = 0) -> int:
     return max(held_bytes, (free_bytes(folder) + held_bytes) // 2)
 
 
-def _fits(slot: Slot, blob_bytes: int) -> bool:
+def _fits(slot: PooledSlot, blob_bytes: int) -> bool:
     """Whether a free slot is of a size for this blob."""
     # Not one more than twice as large: a small shard would hold the memory that a large one needs, and the
     # budget would not show why that one does not fit.
@@ -641,7 +643,7 @@ def _make_folder(folder: Path) -> None:
                 raise
 
 
-def _fields(slot: Slot) -> bytes:
+def _fields(slot: PooledSlot) -> bytes:
     key = slot.key
     checked = _HEADER.pack(
         _MAGIC, _VERSION, slot.state, key.step, key.generation, key.rank, key.world, slot.blob_bytes,
@@ -650,7 +652,7 @@ def _fields(slot: Slot) -> bytes:
     return checked + xxhash.xxh3_64_digest(checked)
 
 
-def _write_header(slot: Slot) -> None:
+def _write_header(slot: PooledSlot) -> None:
     fields = _fields(slot)
     assert slot.memory is not None
     # The header fits into one page and has a checksum of its own. A process that dies within this assignment
@@ -663,7 +665,7 @@ def _adopted(generation: int, run: int) -> int:
     return -1 - (xxhash.xxh3_64_intdigest(struct.pack("<qQ", generation, run)) >> 24)
 
 
-def _read_slot(path: Path, ours: int) -> Slot | None:
+def _read_slot(path: Path, ours: int) -> PooledSlot | None:
     """A sealed slot of an earlier agent's; None when it holds nothing complete. ours: the run that goes on."""
     try:
         with path.open("rb") as file:
@@ -700,7 +702,7 @@ def _read_slot(path: Path, ours: int) -> Slot | None:
     # from its run, so that shards which two runs took at the same step never look like parts of one snapshot.
     known = generation if run and run == ours else _adopted(generation, run)
     key = Key(step, known, rank, world)
-    slot = Slot(
+    slot = PooledSlot(
         path=path,
         capacity=capacity,
         memory=memory,
@@ -781,7 +783,7 @@ def map_slot(path: Path, blob_bytes: int) -> mmap.mmap:
         raise TierError(f"the file {path} of the snapshot memory cannot be opened: {error}") from error
 
 
-class Watcher(Protocol):
+class MappingObserver(Protocol):
     """Whoever has to know of the slots that this process maps: an accelerator's driver."""
 
     def mapped(self, memory: mmap.mmap) -> None: ...
@@ -791,7 +793,7 @@ class Watcher(Protocol):
 class SlotMaps:
     """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
 
-    def __init__(self, watcher: Watcher | None = None) -> None:
+    def __init__(self, watcher: MappingObserver | None = None) -> None:
         """watcher: told of every mapping."""
         self._maps: dict[str, mmap.mmap] = {}
         self._watcher = watcher

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.checkpoint.layout import Head, damaged, whole_chunks
-from holdfast.checkpoint.memory import Slot, SlotPool
-from holdfast.checkpoint.snapshot_server import Peer, peer_of
+from holdfast.checkpoint.memory import PooledSlot, SlotPool
+from holdfast.checkpoint.snapshot_server import SnapshotPeer, peer_of
 from holdfast.checkpoint.tier import Tier
 from holdfast.errors import HoldfastError, StateError
 from holdfast.protocol.snapshots import Holder, Key, Part
@@ -22,7 +22,7 @@ WINDOW_BYTES = 8 << 20
 save by being summed while they are in the cache."""
 
 
-class Source(Protocol):
+class BlobSource(Protocol):
     """Someone who has a blob."""
 
     where: str
@@ -53,7 +53,7 @@ class Blob:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[BlobSource],
         sums: bytes,
         nbytes: int,
         on_skip: Callable[[str], None] = lambda why: None,
@@ -125,11 +125,11 @@ class Blob:
             self._drop(source, why)
         raise StateError("; ".join(reasons) or "every source of these bytes failed")
 
-    def _usable(self) -> list[Source]:
+    def _usable(self) -> list[BlobSource]:
         with self._lock:
             return list(self._sources)
 
-    def _drop(self, source: Source, why: str) -> None:
+    def _drop(self, source: BlobSource, why: str) -> None:
         with self._lock:
             # Several threads read the same blob, and each may fail at the same source. Only the first one
             # reports it, so that `on_skip` hears every source once.
@@ -163,7 +163,7 @@ class Pull:
     """Read so far, from any holder."""
     on_skip: Callable[[str], None] = lambda why: None
     """Called with the reason when a holder is not used any more."""
-    _peers: set[Peer] = field(default_factory=set)
+    _peers: set[SnapshotPeer] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _aborted: bool = False
 
@@ -247,7 +247,7 @@ class Pull:
         local = all(h.host.startswith("127.") or h.host in ("localhost", "::1") for h in self.holders)
         return LOOPBACK_STREAMS if local else STREAMS
 
-    def _connect(self, first: int) -> list[Peer]:
+    def _connect(self, first: int) -> list[SnapshotPeer]:
         """A connection to every holder, made when it is used; the streams begin with different ones."""
         with self._lock:
             self._check_aborted()
@@ -266,13 +266,13 @@ class Pull:
         if not self._aborted:
             self.on_skip(why)
 
-    def _let_go(self, peer: Peer) -> None:
+    def _let_go(self, peer: SnapshotPeer) -> None:
         with self._lock:
             self._peers.discard(peer)
         peer.close()
 
 
-def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
+def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> PooledSlot:
     """Brings a snapshot into a slot of this node's. Blocks for as long as the transfer takes.
 
     Args:

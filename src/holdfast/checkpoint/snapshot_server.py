@@ -25,7 +25,7 @@ from http import HTTPStatus
 import msgspec
 
 from holdfast.checkpoint.layout import Head, decode_head, digest
-from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
+from holdfast.checkpoint.memory import PAGE, PooledSlot, SlotPool
 from holdfast.errors import StateError, TierError
 from holdfast.protocol.network.proof import ANSWER_HEADER, Question
 from holdfast.protocol.network.range_server import RangeRequest, RangeServer
@@ -85,7 +85,7 @@ def _wait_for_close(request: RangeRequest) -> None:
     request.connection.recv(1)
 
 
-def _send_blob(request: RangeRequest, slot: Slot) -> None:
+def _send_blob(request: RangeRequest, slot: PooledSlot) -> None:
     if (span := request.span(slot.blob_bytes)) is None:
         return
     low, high = span
@@ -107,7 +107,7 @@ def _send(connection: socket.socket, blob: memoryview, start: int, stop: int) ->
     return connection.send(blob[start : min(start + SEND_BYTES, stop)])
 
 
-class Peer:
+class SnapshotPeer:
     """One agent's snapshot of one shard, read over one connection that is kept. Not thread-safe: one for every thread.
 
     Attributes:
@@ -250,7 +250,7 @@ class Peer:
         self._connection.close()
 
 
-class OwnNode(Peer):
+class OwnNode(SnapshotPeer):
     """The agent of this node: it keeps the slot as it is while the connection is open, and its file is read instead."""
 
     _file: int | None = None
@@ -294,7 +294,7 @@ class OwnNode(Peer):
         super().close()
 
 
-def peer_of(holder: Holder, token: str, key: Key, own_node: str = "") -> Peer:
+def peer_of(holder: Holder, token: str, key: Key, own_node: str = "") -> SnapshotPeer:
     """The way to a holder's memory. own_node: the name of the reader's."""
-    kind = OwnNode if holder.node == own_node else Peer
+    kind = OwnNode if holder.node == own_node else SnapshotPeer
     return kind(holder, token, key)

@@ -48,7 +48,7 @@ def _way_back() -> str:
     return f"install version {__version__} again, or end the job and start it again, which resumes it"
 
 
-class Superseded(HoldfastError):
+class LauncherSuperseded(HoldfastError):
     """Another launcher has the job now: nothing of it is to be touched."""
 
 
@@ -228,7 +228,7 @@ class CoordinatorKeeper:
             if code == 0 or self._leave_by is not None:
                 return
             if code == EXIT_SUPERSEDED:
-                raise Superseded("another coordinator runs the job")
+                raise LauncherSuperseded("another coordinator runs the job")
             # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
             # One that ends by itself three times in a row would do so for ever.
             handed_over, refused = code == EXIT_HANDED_OVER, code in (EXIT_NO_ROOM, EXIT_OTHER_VERSION)

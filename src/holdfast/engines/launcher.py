@@ -19,7 +19,12 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.engines.base import NodeProvider
 from holdfast.engines.client import Announcement, FolderReach, JobClient
-from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
+from holdfast.engines.coordinator_keeper import (
+    CoordinatorConfig,
+    CoordinatorKeeper,
+    LauncherSuperseded,
+    listen,
+)
 from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import Damaged, HoldfastError, UsageError
@@ -126,7 +131,7 @@ class Launcher(ABC):
             obeying = asyncio.create_task(self._obey(self.engine))
             try:
                 await self._keeper.keep()
-            except Superseded:
+            except LauncherSuperseded:
                 for task in (watching, obeying, *self._tasks):
                     task.cancel()
                 await self.abandon()

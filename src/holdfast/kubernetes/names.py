@@ -18,7 +18,7 @@ STATE_FOLDER = "/var/lib/holdfast"
 CODE_FOLDER = "/opt/holdfast/code"
 """Has the files of `spec.run.code`."""
 TERMINATION_FILE = "/dev/termination-log"
-"""Where a coordinator's process leaves how the job ended, as JSON: `Farewell`. Kubernetes puts it into the pod's status."""
+"""Where a coordinator's process leaves how the job ended, as JSON: `TerminationMessage`. Kubernetes puts it into the pod's status."""
 
 HOME_VARIABLE = "HOLDFAST_HOME"
 """So that `kubectl exec POD -- holdfast status` finds the job."""

@@ -30,7 +30,7 @@ from holdfast.protocol.job_report import (
     SamplesShown,
     SnapshotCounts,
 )
-from holdfast.protocol.job_view import BlameView, Goodput, IncidentView, Pace, SlowRank
+from holdfast.protocol.job_view import Goodput, IncidentView, Pace, RootCauseView, SlowRank
 
 WIDTH = 100
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
@@ -383,7 +383,7 @@ def _what(incident: IncidentView) -> Text:
 
 
 LAST_LINES = 15
-NO_BLAME = BlameView(cause="")
+NO_ROOT_CAUSE = RootCauseView(cause="")
 # The first pattern that is found counts, so what is certain (a module is missing) stands before what is
 # likely (memory). The patterns read words that the core writes: of a reason (`membership/`) or of a cause
 # (`protocol/causes.py`). Whoever changes those words has to change these, or people get the advice for
@@ -458,7 +458,7 @@ _GO_ON = "The same command with --job {job} continues from the newest saved step
 
 def closing(report: JobReport, saved: bool) -> RenderableType:
     """What happened, where, and what to do, for the end of the output. `saved`: the job has a checkpoint to go on from."""
-    blame = report.blame or NO_BLAME
+    blame = report.blame or NO_ROOT_CAUSE
     reason = units.text(report.reason)
     traceback = blame.traceback.rstrip()
     parts: list[RenderableType] = [Rule(Text(f"the job {report.outcome}", style="bold red"), style="red")]
@@ -513,7 +513,7 @@ def going_on(report: JobReport) -> str:
     return f"Step {units.count(saved.step)} is saved: {again} continues from it."
 
 
-def place(blame: BlameView, report: JobReport) -> str:
+def place(blame: RootCauseView, report: JobReport) -> str:
     """Which rank, which node and which step, as far as they are known."""
     rank, node, step = blame.rank, blame.node, blame.step
     who = "" if rank is None else f"rank {rank}"
@@ -556,7 +556,7 @@ def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
     return [line for line in tail if line.strip() not in known][-LAST_LINES:]
 
 
-def advice(reason: str, blame: BlameView) -> str:
+def advice(reason: str, blame: RootCauseView) -> str:
     """What a person can do about it."""
     evidence = f"{blame.cause} {blame.traceback}"
     for pattern, words in _ADVICE:

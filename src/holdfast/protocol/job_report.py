@@ -16,11 +16,11 @@ import msgspec
 from holdfast.errors import Damaged
 from holdfast.protocol.job import Durable
 from holdfast.protocol.job_view import (
-    BlameView,
     Goodput,
     IncidentView,
     Logged,
     Pace,
+    RootCauseView,
     SlowRank,
     StepCounts,
     TimeShares,
@@ -161,7 +161,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: SnapshotCounts | None = None
     samples_folder: str | None = None
     """In which the workers record their samples."""
-    blame: BlameView | None = None
+    blame: RootCauseView | None = None
     """Of a job that failed: the first failing rank, its node and the cause."""
     queued_again: bool = False
     """The engine starts it again by itself."""

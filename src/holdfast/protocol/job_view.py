@@ -120,7 +120,7 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True):
     """None: it is not finite."""
 
 
-class BlameView(msgspec.Struct, frozen=True, kw_only=True):
+class RootCauseView(msgspec.Struct, frozen=True, kw_only=True):
     """What is printed last: the first failing rank, its node, the cause, the last lines and the log."""
 
     cause: str
@@ -237,7 +237,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Those that are slow now."""
     figures: dict[str, Logged] = {}
     """What the script logs."""
-    blame: BlameView | None = None
+    blame: RootCauseView | None = None
     saving: SavingView = SavingView()
     nodes: list[NodeRow] = []
     workers: list[WorkerRow] = []

@@ -199,7 +199,7 @@ FIGURE_NAME = 64
 """Characters of the longest of them."""
 
 
-class StepTold(NamedTuple):
+class ReportedStep(NamedTuple):
     """A committed step, as whoever committed it tells of it. None: not known."""
 
     step: int
@@ -229,7 +229,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Committed steps; at level 0 and 1 those of this start."""
     median_s: float | None = None
     """Its median time of a step; None: not known."""
-    losses: tuple[StepTold, ...] = ()
+    losses: tuple[ReportedStep, ...] = ()
     """The commits since the last message (rank 0 only)."""
     figures: tuple[tuple[int, dict[str, float]], ...] = ()
     """What the script logged since the last message: (step, name to value), likewise."""
@@ -251,7 +251,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
     torn)."""
     prepared: bool = False
     """It holds the complete reduced gradient of step `committed`."""
-    losses: tuple[StepTold, ...] = ()
+    losses: tuple[ReportedStep, ...] = ()
     """The commits since its last Progress (rank 0 only)."""
     agreement: int = -1
     """Of the RunTo at which it left its replica's groups, with every call complete; 0: none was needed; -1: the groups are
@@ -428,7 +428,7 @@ class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
 
     key: Key
     index: bytes | None
-    """msgpack of `tensors.index.Index`; None: the copy was given up."""
+    """msgpack of `tensors.index.StateIndex`; None: the copy was given up."""
     stall_s: float = 0.0
     """How long training stood still for it."""
 

@@ -37,7 +37,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How it lies on the DeviceMesh of a replica, see `tensors.dtensor_shards.placed`. Only `holdfast.Run` writes it."""
 
 
-class Index(msgspec.Struct, frozen=True):
+class StateIndex(msgspec.Struct, frozen=True):
     """What the bytes of a state mean."""
 
     step: int
@@ -84,7 +84,7 @@ class SmallTensor(NamedTuple):
     start: tuple[int, ...] = ()
 
 
-def small_tensors(index: Index) -> list[SmallTensor]:
+def small_tensors(index: StateIndex) -> list[SmallTensor]:
     """Those that are not among the bytes of the state."""
     found = []
     for name, tree in index.tree.items():
@@ -95,10 +95,10 @@ def small_tensors(index: Index) -> list[SmallTensor]:
 
 
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
-_indexes = msgspec.msgpack.Decoder(Index)
+_indexes = msgspec.msgpack.Decoder(StateIndex)
 
 
-def decode_index(data: bytes | memoryview) -> Index:
+def decode_index(data: bytes | memoryview) -> StateIndex:
     """Reads an index, as workers give it to their agents and to each other (msgpack; JSON would make None of infinities).
 
     Raises:
@@ -109,7 +109,7 @@ def decode_index(data: bytes | memoryview) -> Index:
     )
 
 
-def checked(index: Index) -> Index:
+def checked(index: StateIndex) -> StateIndex:
     """The same index, if it is one that a state can be made of: those who read it walk its tree without looking.
 
     Raises:

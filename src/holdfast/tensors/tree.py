@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import staging, wrappers
 from holdfast.tensors.dtensor_shards import Leaf
-from holdfast.tensors.index import MOST_DEPTH, Index, TensorSpec, leaves
+from holdfast.tensors.index import MOST_DEPTH, StateIndex, TensorSpec, leaves
 
 Placing = Callable[[dict[str, Any], torch.Tensor], torch.Tensor]
 """Makes a DTensor of a wrapper that is a shard of it, and of what `wrappers.shard_of` has noted."""
@@ -45,7 +45,7 @@ def lay_out(leaves: Iterable[Leaf]) -> tuple[tuple[TensorSpec, ...], int]:
 
 
 @dataclass(frozen=True)
-class Apart:
+class DismantledTensor:
     """A subtree of a tensor that is made of others, without its class: for those that only pass it on."""
 
     kind: str
@@ -66,13 +66,13 @@ def wrapped(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from wrapped(part, f"{path}.{key}")
 
 
-def within_wrappers(index: Index) -> set[str]:
+def within_wrappers(index: StateIndex) -> set[str]:
     """The paths of those tensors of which other tensors are made."""
     found = (at for name, tree in index.tree.items() for at in wrapped(tree, name))
     return {path for at, tree in found for path, _, _ in leaves(tree, at)}
 
 
-def shards_of_wrappers(index: Index) -> Iterator[dict[str, Any]]:
+def shards_of_wrappers(index: StateIndex) -> Iterator[dict[str, Any]]:
     """How the shards that are wrappers lie, as `wrappers.shard_of` has it."""
     for name, tree in index.tree.items():
         yield from (part[1][0] for _, part in wrapped(tree, name) if part[0] == "p")
@@ -112,7 +112,7 @@ def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]], depth: 
         # Tensors become numbers, so that the tree stays small and can be read without their bytes. An
         # exporter or a check loads the tree of a state of any size.
         return ["T", len(tensors) - 1]
-    if isinstance(value, Apart):
+    if isinstance(value, DismantledTensor):
         if value.kind == "p":
             return ["p", [value.about | {"path": path}, pack(value.value, path, tensors, depth + 1)]]
         parts = [

@@ -15,7 +15,7 @@ import xxhash
 
 from holdfast.errors import StateChanged, StateError, UsageError
 from holdfast.tensors.dtensor_shards import local_of
-from holdfast.tensors.index import Index
+from holdfast.tensors.index import StateIndex
 from holdfast.tensors.loaded import write_into
 from holdfast.tensors.tree import unpack
 from holdfast.tensors.wrappers import parts_of, with_parts
@@ -128,7 +128,7 @@ class Constants:
         """For newcomers: the hashes, and the bytes for those that have others."""
         return state_image.capture({**self._frozen, HASHES: self}, 0)
 
-    def are_those_of(self, index: Index) -> bool:
+    def are_those_of(self, index: StateIndex) -> bool:
         """Whether the tensors here have the bytes of a peer's image.
 
         Raises:
@@ -216,6 +216,6 @@ class _Frozen:
                 write_into(held, tensors[name])
 
 
-def _hashes_of(index: Index) -> dict[str, str]:
+def _hashes_of(index: StateIndex) -> dict[str, str]:
     found = unpack(index.tree[HASHES], [])[HASHES]
     return {str(name): str(said) for name, said in found.items()}

@@ -32,7 +32,7 @@ from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.network.proof import ANSWER_HEADER, Question
 from holdfast.protocol.network.range_server import RangeRequest, RangeServer
 from holdfast.protocol.network.sockets import shut
-from holdfast.tensors.index import Index, decode_index
+from holdfast.tensors.index import StateIndex, decode_index
 from holdfast.train import gpu_transfer
 from holdfast.train.control_channel import ChannelListener
 from holdfast.train.state_image import Image, Protected, targets
@@ -220,7 +220,7 @@ class Fetch:
         """
         return self.fill(objects, self.index())
 
-    def fill(self, objects: Protected, index: Index) -> Image:
+    def fill(self, objects: Protected, index: StateIndex) -> Image:
         """As `run`, of an index that came before."""
         image = targets(objects, index)
         # Each stripe begins at another donor and goes on to the next one where that fails. So the load is
@@ -237,7 +237,7 @@ class Fetch:
                 job.result()
         return image
 
-    def index(self) -> Index:
+    def index(self) -> StateIndex:
         """The donors' index.
 
         Raises:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import loaded, staging
 from holdfast.tensors.dtensor_shards import Submesh, like, local_of, piece_of, place, placed
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import StateIndex, TensorSpec
 from holdfast.tensors.tree import (
     buffer_of,
     dtype_of,
@@ -62,7 +62,7 @@ class Image:
         device: the GPU of those that are not.
     """
 
-    def __init__(self, index: Index, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, index: StateIndex, tensors: list[torch.Tensor]) -> None:
         self.index = index
         self.tensors = tensors
         far = [t.device for t in tensors if staging.is_far(t)]
@@ -206,7 +206,7 @@ def capture(
         local = leaf.local.detach().resolve_conj().resolve_neg().contiguous()
         leaves.append(replace(leaf, local=local, placed=placed(tensor)))
     specs, nbytes = lay_out(leaves)
-    return Image(Index(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
+    return Image(StateIndex(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
 
 
 def live(objects: Protected) -> dict[str, torch.Tensor]:
@@ -217,7 +217,7 @@ def live(objects: Protected) -> dict[str, torch.Tensor]:
     return dict(found)
 
 
-def targets(objects: Protected, index: Index) -> Image:
+def targets(objects: Protected, index: StateIndex) -> Image:
     """Tensors to receive an index's bytes: the live ones where they fit, elsewhere new ones, on the device of the model."""
     device = _device_of(objects)
     fitting = live(objects)
@@ -252,7 +252,7 @@ def targets(objects: Protected, index: Index) -> Image:
     return Image(index, chosen)
 
 
-def lies_alike(objects: Protected, index: Index) -> bool:
+def lies_alike(objects: Protected, index: StateIndex) -> bool:
     """Whether the pieces of a saved state are those that this worker has: of the same sharding."""
     for lies in shards_of_wrappers(index):
         model = _model_of(objects, lies["path"])

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.protocol.phases import BLOCK_STEPS, Phase, Spent
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
@@ -271,9 +271,9 @@ class CommittedStep:
     """It counts without an update."""
 
     @property
-    def told(self) -> StepTold:
+    def told(self) -> ReportedStep:
         """What the coordinator is told of it."""
-        return StepTold(
+        return ReportedStep(
             step=self.index,
             loss=self.loss,
             took_s=self.took_s,
@@ -303,8 +303,8 @@ class ProgressReport:
         self.last_loss: float | None = None
         self._link, self._place = link, place
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
-        self._losses: deque[m.StepTold] = deque(maxlen=KEPT_LOSSES)
-        self._unsent: list[m.StepTold] = []
+        self._losses: deque[m.ReportedStep] = deque(maxlen=KEPT_LOSSES)
+        self._unsent: list[m.ReportedStep] = []
         self._spent: list[Spent] = []
         self._script_s = 0.0
         self._sent_at = 0.0
@@ -318,7 +318,7 @@ class ProgressReport:
         self._first_in_generation = True
 
     @property
-    def losses(self) -> tuple[m.StepTold, ...]:
+    def losses(self) -> tuple[m.ReportedStep, ...]:
         """Of the newest steps."""
         return tuple(self._losses)
 

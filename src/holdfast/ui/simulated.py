@@ -26,7 +26,7 @@ from holdfast.engines.jobs import JobFolder
 from holdfast.errors import UsageError
 from holdfast.protocol.job_report import encode_report
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.tools.simulate.live import LiveCluster
 from holdfast.tools.simulate.machine import BEGIN_S
 from holdfast.tools.simulate.scenario import Scenario
@@ -198,7 +198,7 @@ class SimulatedHost:
         steps, self.cluster.committed = self.cluster.committed, []
         for step in steps:
             # NaN is null in the ledger: nobody computes a loss here.
-            told = StepTold(step.step, math.nan, step.took_s, made_in=step.generation)
+            told = ReportedStep(step.step, math.nan, step.took_s, made_in=step.generation)
             at_s = round(step.t_s + BEGIN_S - began_s, 4)
             batch.steps.append(
                 ReportedSteps(t_s=at_s, losses=(told,), generation=step.generation, world=step.world)

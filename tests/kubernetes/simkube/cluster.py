@@ -9,9 +9,9 @@ import msgspec
 
 from holdfast.kubernetes.objects.kueue import WorkloadSeen
 from holdfast.kubernetes.objects.machine import MachineSeen
-from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen, TerminationMessage
 from holdfast.kubernetes.objects.resource import HoldfastJob
-from holdfast.kubernetes.policy.plan import NodeSaid, Said
+from holdfast.kubernetes.policy.plan import CoordinatorReport, NodeReport
 from holdfast.protocol.engine_orders import (
     Availability,
     EngineOrder,
@@ -321,22 +321,24 @@ class Cluster:
                 self._dead.add(one.uid)
                 self.server.change(one.name, phase="Succeeded", ready=False)
         self._dead.add(pod.uid)
-        farewell = Farewell(outcome=outcome, reason=known.stopping or "", cause=known.cause)
-        self.server.change(pod.name, phase="Succeeded", ready=False, farewell=farewell)
+        termination_message = TerminationMessage(
+            outcome=outcome, reason=known.stopping or "", cause=known.cause
+        )
+        self.server.change(pod.name, phase="Succeeded", ready=False, termination_message=termination_message)
 
     # ------------------------------------------------------------ what the operator says to the coordinator
 
-    def said(self, uid: str) -> Said:
+    def said(self, uid: str) -> CoordinatorReport:
         """uid: of the job that it is to be the coordinator of. Others do not know its token."""
         known = self._known(uid)
         training = known.training()
-        return Said(
+        return CoordinatorReport(
             term=known.term,
             phase="running" if training else "gathering",
             wanted=known.target + known.spares,
             orders=tuple(known.orders.values()),
             nodes={
-                name: NodeSaid(alive=lives, trains=name in training, leaves=name in known.leaving)
+                name: NodeReport(alive=lives, trains=name in training, leaves=name in known.leaving)
                 for name, lives in known.nodes.items()
             },
             step=known.step or None,

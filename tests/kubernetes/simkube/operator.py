@@ -16,6 +16,7 @@ from holdfast.kubernetes.policy.plan import (
     AddFinalizer,
     AskResize,
     AskStop,
+    CoordinatorReport,
     DeleteJob,
     DeleteObject,
     DeletePod,
@@ -34,7 +35,6 @@ from holdfast.kubernetes.policy.plan import (
     QueueAction,
     ReleaseQuota,
     RemoveFinalizer,
-    Said,
     SizeGroup,
     Tell,
     TellReady,
@@ -124,7 +124,7 @@ class Operator:
         if self.job is None:
             return None
         try:
-            said: Said | None = self.cluster.said(self.job.uid)
+            said: CoordinatorReport | None = self.cluster.said(self.job.uid)
             assert said is not None
             alive = [name for name, node in said.nodes.items() if node.alive]
             self.expected.meet(said.term, alive, [order.order_id for order in said.orders])

@@ -54,7 +54,7 @@ def on_trial(context: Context, rule: str) -> bool:
     return any(fnmatchcase(rule, pattern) for pattern in context.spec.health.dry_run)
 
 
-def losses_heard(context: Context, worker: Worker, losses: tuple[m.StepTold, ...]) -> None:
+def losses_heard(context: Context, worker: Worker, losses: tuple[m.ReportedStep, ...]) -> None:
     """Handles the losses of committed steps, as rank 0 reports them."""
     if not context.spec.health.watch:
         return

@@ -38,7 +38,6 @@ from holdfast.protocol.job_report import (
     SnapshotCounts,
 )
 from holdfast.protocol.job_view import (
-    BlameView,
     Goodput,
     HealthView,
     IncidentView,
@@ -46,6 +45,7 @@ from holdfast.protocol.job_view import (
     Logged,
     NodeRow,
     Pace,
+    RootCauseView,
     SavingView,
     SlowRank,
     SnapshotView,
@@ -177,9 +177,9 @@ def worker_row(state: CoreState, worker: Worker, rank: int | None) -> WorkerRow:
     )
 
 
-def root_cause_view(found: RootCause) -> BlameView:
+def root_cause_view(found: RootCause) -> RootCauseView:
     """A root cause for the status, with the cause in words."""
-    return BlameView(
+    return RootCauseView(
         cause=str(found.cause),
         rank=found.rank,
         node=found.node,
@@ -393,7 +393,7 @@ def build_report(
     )
 
 
-def _root_cause_of_end(state: CoreState) -> BlameView | None:
+def _root_cause_of_end(state: CoreState) -> RootCauseView | None:
     """Why a job failed. Of faults that it has survived the incidents tell: the last of them is no news of a job that ended well, and
     would be read as the reason of its end."""
     found = state.membership.root_cause

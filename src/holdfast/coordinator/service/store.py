@@ -27,7 +27,7 @@ from holdfast.coordinator.service.tally import StepSummary, Tally, read_summary,
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
 from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, IncidentExplained, IncidentFacts, add_incident
-from holdfast.protocol.messages import StepTold
+from holdfast.protocol.messages import ReportedStep
 from holdfast.protocol.wire.decoding import decode
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ class ReportedSteps(msgspec.Struct, frozen=True, kw_only=True):
 
     t_s: float
     """When the message arrived, in seconds since the job's start."""
-    losses: tuple[StepTold, ...]
+    losses: tuple[ReportedStep, ...]
     generation: int
     world: int
     """Workers of `generation`."""
@@ -364,7 +364,7 @@ class Store:
         """False: the coordinator that made the file was killed before it made its tables, and a reader makes none."""
         return table in rollups.tables(self._db)
 
-    def add_steps(self, t_s: float, losses: Iterable[StepTold], generation: int, world: int) -> None:
+    def add_steps(self, t_s: float, losses: Iterable[ReportedStep], generation: int, world: int) -> None:
         """Committed steps; one that was told already keeps its first row. Of one that was computed again the newest commit
         counts, and `redone` has those before."""
         rows = [told._asdict() | {"t_s": t_s, "generation": generation, "world": world} for told in losses]

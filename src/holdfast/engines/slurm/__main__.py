@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from holdfast.engines import jobs
-from holdfast.engines.coordinator_keeper import Superseded
-from holdfast.engines.slurm.commands import Slurm
+from holdfast.engines.coordinator_keeper import LauncherSuperseded
+from holdfast.engines.slurm.commands import SlurmCommands
 from holdfast.engines.slurm.entry import enter, find_this_node
 from holdfast.engines.slurm.launcher import SlurmLauncher
 from holdfast.errors import HoldfastError
@@ -18,13 +18,13 @@ from holdfast.protocol.job import JobSpec
 
 async def _run(spec: JobSpec, job_dir: Path) -> int:
     """Runs the job to its end."""
-    here = await find_this_node(Slurm())
+    here = await find_this_node(SlurmCommands())
     jobs.write_allocation(job_dir, jobs.Allocation(engine="slurm", id=here.allocation))
     with PlainView(spec, job_dir) as view:
         launcher = SlurmLauncher(spec, job_dir, view, here)
         try:
             report = await launcher.run()
-        except Superseded:
+        except LauncherSuperseded:
             # The job lives on elsewhere; this script's end would be taken for its end.
             view.note("another node runs the coordinator now; this one only waits")
             await asyncio.Event().wait()

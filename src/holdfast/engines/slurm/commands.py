@@ -47,7 +47,7 @@ def _read(reader: Callable[[str], T], output: str) -> T:
     return decode(reader, output, "the output of Slurm cannot be read", error=SlurmError)
 
 
-class Slurm:
+class SlurmCommands:
     """Every method raises SlurmError when Slurm refuses or does not answer."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.engines.jobs import home
-from holdfast.engines.slurm.commands import Slurm, SlurmError, clean_environment
+from holdfast.engines.slurm.commands import SlurmCommands, SlurmError, clean_environment
 from holdfast.engines.slurm.parse import WAITING
 from holdfast.engines.slurm.script import MODULE, follow_up_name, follow_up_script
 from holdfast.protocol.engine_orders import (
@@ -86,7 +86,7 @@ class SlurmProvider:
         """post: tells the coordinator about capacity."""
         self._spec, self._job_dir, self._id = spec, job_dir, job_id
         self._note, self._post = note, post
-        self.slurm = Slurm()
+        self.slurm = SlurmCommands()
         self.batch_host = ""
         self.alive: set[str] = set()
         self._joined: set[str] = set()

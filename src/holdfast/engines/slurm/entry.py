@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast import logs
 from holdfast.engines.jobs import check_own
-from holdfast.engines.slurm.commands import Slurm, SlurmError
+from holdfast.engines.slurm.commands import SlurmCommands, SlurmError
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.wire.stored import decode_file
@@ -73,7 +73,7 @@ class ThisNode(msgspec.Struct, frozen=True):
     """How often Slurm has requeued that job."""
 
 
-async def find_this_node(slurm: Slurm) -> ThisNode:
+async def find_this_node(slurm: SlurmCommands) -> ThisNode:
     """Of this process, from what Slurm told it.
 
     Raises:

@@ -20,8 +20,8 @@ from holdfast.checkpoint.memory import remove_memory
 from holdfast.coordinator.service.store import succeed
 from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
-from holdfast.engines.coordinator_keeper import Superseded
-from holdfast.engines.slurm.commands import Slurm, SlurmError
+from holdfast.engines.coordinator_keeper import LauncherSuperseded
+from holdfast.engines.slurm.commands import SlurmCommands, SlurmError
 from holdfast.engines.slurm.entry import ThisNode, enter, find_this_node
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
 from holdfast.engines.topology import place_of_variables
@@ -43,7 +43,7 @@ TURN_S = 0.5
 
 async def _run(spec: JobSpec, job_dir: Path) -> int:
     """Serves until the agent ends."""
-    slurm = Slurm()
+    slurm = SlurmCommands()
     here = await find_this_node(slurm)
     grace_s = await _grace_s(slurm)
     memory = jobs.memory_of(job_dir)
@@ -78,7 +78,7 @@ def _place(spec: JobSpec, here: ThisNode) -> NodePlace:
     return place_of_variables(os.environ)
 
 
-async def _grace_s(slurm: Slurm) -> float:
+async def _grace_s(slurm: SlurmCommands) -> float:
     """How long a node has from SIGTERM on, by Slurm's KillWait."""
     try:
         kill_wait = (await slurm.config()).get("KillWait", "")
@@ -107,7 +107,7 @@ class StandBy:
         launcher: what keeps it; None before and after.
     """
 
-    def __init__(self, spec: JobSpec, job_dir: Path, here: ThisNode, slurm: Slurm) -> None:
+    def __init__(self, spec: JobSpec, job_dir: Path, here: ThisNode, slurm: SlurmCommands) -> None:
         self._spec, self._job_dir, self._here, self._slurm = spec, job_dir, here, slurm
         self._missing, self._token = job_dir / "missing", ""
         self.leads = False
@@ -215,7 +215,7 @@ class StandBy:
             self.launcher = launcher = SlurmLauncher(self._spec, self._job_dir, view, self._here, term)
             try:
                 report = await launcher.run()
-            except Superseded:
+            except LauncherSuperseded:
                 return
             finally:
                 self.launcher = None

@@ -13,7 +13,7 @@ from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.shown import Shown, View
 from holdfast.engines.slurm import parse
-from holdfast.engines.slurm.commands import Slurm, SlurmError, check_installed
+from holdfast.engines.slurm.commands import SlurmCommands, SlurmError, check_installed
 from holdfast.engines.slurm.script import job_script
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.log_sources import LogSources
@@ -95,7 +95,7 @@ class Submitter:
 
     def __init__(self, spec: JobSpec, folder: JobFolder, view: View) -> None:
         self._spec, self._folder, self._view = spec, folder, view
-        self._slurm = Slurm()
+        self._slurm = SlurmCommands()
         self._id = ""
         self._interrupts = 0
         self._tasks: set[asyncio.Task[None]] = set()

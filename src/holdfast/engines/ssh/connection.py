@@ -58,7 +58,7 @@ class HostError(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Reach:
+class SshSettings:
     """How hosts are reached."""
 
     config: str
@@ -69,7 +69,7 @@ class Reach:
     """Holdfast's, which the hosts must have too."""
 
 
-def ssh_command(host: str, reach: Reach) -> list[str]:
+def ssh_command(host: str, reach: SshSettings) -> list[str]:
     """The command line. It has no secret: those go over its standard input."""
     config = ["-F", reach.config] if reach.config else []
     options = [part for option in OPTIONS for part in ("-o", option)]
@@ -81,14 +81,14 @@ def ssh_command(host: str, reach: Reach) -> list[str]:
 class Connection:
     """An open connection, whose greeting was read. `close` ends it; the agent lives on."""
 
-    def __init__(self, host: str, process: asyncio.subprocess.Process, reach: Reach) -> None:
+    def __init__(self, host: str, process: asyncio.subprocess.Process, reach: SshSettings) -> None:
         self.host, self._process, self._reach = host, process, reach
         self.greeting: Greeting
         self._stderr = bytearray()
         self._draining = asyncio.create_task(self._drain())
 
     @classmethod
-    async def open(cls, host: str, reach: Reach) -> Connection:
+    async def open(cls, host: str, reach: SshSettings) -> Connection:
         """Connects and reads the greeting.
 
         Raises:

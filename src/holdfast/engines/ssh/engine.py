@@ -12,11 +12,21 @@ from holdfast.agent.hooks import timeout_s
 from holdfast.engines.folders import Markers
 from holdfast.engines.jobs import home
 from holdfast.engines.ssh.addresses import Seen, bind_address, plain_address, why_apart
-from holdfast.engines.ssh.connection import Connection, HostError, Reach
+from holdfast.engines.ssh.connection import Connection, HostError, SshSettings
 from holdfast.engines.ssh.explain import mismatch
-from holdfast.engines.ssh.hosts import Hosts, Stage
+from holdfast.engines.ssh.hosts import Hosts, HostStage
 from holdfast.engines.ssh.node import greeting
-from holdfast.engines.ssh.words import Begin, Begun, Check, Checked, Close, Coordinator, Ended, Kill, Output
+from holdfast.engines.ssh.words import (
+    AgentEnded,
+    Begin,
+    Begun,
+    Check,
+    Close,
+    CoordinatorStarted,
+    HostChecked,
+    Kill,
+    Output,
+)
 from holdfast.observe.inotify import Inotify
 from holdfast.protocol.engine_orders import Availability, EngineTraits, NodeUnavailable, ReleaseNode
 from holdfast.protocol.job import JobSpec
@@ -42,7 +52,7 @@ class SshProvider:
         spec: JobSpec,
         job_dir: Path,
         *,
-        reach: Reach,
+        reach: SshSettings,
         env: dict[str, str],
         output: Callable[[bytes], None],
         note: Callable[[str], None],
@@ -142,7 +152,7 @@ class SshProvider:
                 coordinator=self._coordinator,
             )
         )
-        if not isinstance(answer, Checked):
+        if not isinstance(answer, HostChecked):
             raise HostError(
                 f"{link.host}: its answer belongs to another request; install the same version of Holdfast there"
             )
@@ -206,7 +216,7 @@ class SshProvider:
         host = self._hosts.all[name]
         if why := self._hosts.greeted(name, link.greeting.boot):
             raise HostError(f"{name}: {why}")
-        running = host.stage is Stage.RUNNING
+        running = host.stage is HostStage.RUNNING
         answer = await link.ask(
             Begin(
                 spec=self._spec,
@@ -243,8 +253,8 @@ class SshProvider:
             if isinstance(answer, Output):
                 self._seen[name] += len(answer.data)
                 self._output(answer.data)
-            elif isinstance(answer, Ended):
-                if not self._closing and self._hosts.all[name].stage is Stage.RUNNING:
+            elif isinstance(answer, AgentEnded):
+                if not self._closing and self._hosts.all[name].stage is HostStage.RUNNING:
                     code = "" if answer.code is None else f" with exit code {answer.code}"
                     self._note(f"the agent of {name} ended{code}; its host is connected again")
                 self._hosts.ended(name, self._now())
@@ -261,9 +271,9 @@ class SshProvider:
         endpoint = read_endpoint(self._job_dir)
         if endpoint is not None:
             for name in list(self._links):
-                self._spawn(self._send(name, Coordinator(endpoint)))
+                self._spawn(self._send(name, CoordinatorStarted(endpoint)))
 
-    async def _send(self, name: str, order: Coordinator | Kill | Close) -> bool:
+    async def _send(self, name: str, order: CoordinatorStarted | Kill | Close) -> bool:
         """Whether it could be sent."""
         link = self._links.get(name)
         if link is None:
@@ -311,7 +321,7 @@ class SshProvider:
     async def _end_after_hooks(self, node: str) -> None:
         await asyncio.sleep(CLOSE_S + self._hooks_s)
         host = self._hosts.all.get(node)
-        if host is not None and host.stage in (Stage.LEFT, Stage.BAD):
+        if host is not None and host.stage in (HostStage.LEFT, HostStage.BAD):
             await self._send(node, Kill())
 
     async def mark(self, node: str, reason: str) -> None:

@@ -18,7 +18,7 @@ SETTLED_S = 30.0
 """An agent that was in the job for this long was well: the pauses begin anew."""
 
 
-class Stage(Enum):
+class HostStage(Enum):
     """What a host is to the job."""
 
     RESERVE = "reserve"
@@ -40,7 +40,7 @@ class Host:
     """One of `--hosts`."""
 
     name: str
-    stage: Stage = Stage.RESERVE
+    stage: HostStage = HostStage.RESERVE
     linked: bool = False
     """There is a connection of ssh. A running agent does not need one."""
     linking: bool = False
@@ -75,9 +75,9 @@ class Hosts:
 
     def use(self, count: int) -> list[str]:
         """Takes the first hosts of the reserve; returns their names, at most `count`."""
-        taken = [h for h in self.all.values() if h.stage is Stage.RESERVE][:count]
+        taken = [h for h in self.all.values() if h.stage is HostStage.RESERVE][:count]
         for host in taken:
-            host.stage, host.next_s = Stage.RESTING, 0.0
+            host.stage, host.next_s = HostStage.RESTING, 0.0
         return [h.name for h in taken]
 
     def provide(self, now: float) -> str:
@@ -87,10 +87,10 @@ class Hosts:
         if self.use(1):
             return ""
         for host in self.all.values():
-            if host.stage is Stage.LEFT and host.returns:
-                host.stage, host.next_s, host.fresh, host.attempts = Stage.RESTING, now, True, 0
+            if host.stage is HostStage.LEFT and host.returns:
+                host.stage, host.next_s, host.fresh, host.attempts = HostStage.RESTING, now, True, 0
                 return ""
-        away = sorted(h.name for h in self.all.values() if h.stage in (Stage.RESTING, Stage.STARTING))
+        away = sorted(h.name for h in self.all.values() if h.stage in (HostStage.RESTING, HostStage.STARTING))
         coming = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} being tried" if away else ""
         return f"there are no unused hosts left in --hosts{coming}"
 
@@ -99,8 +99,8 @@ class Hosts:
         chosen = [h for h in self.all.values() if self._wants_link(h) and h.next_s <= now]
         for host in chosen:
             host.linking = True
-            if host.stage is Stage.RESTING:
-                host.stage = Stage.STARTING
+            if host.stage is HostStage.RESTING:
+                host.stage = HostStage.STARTING
         return [h.name for h in chosen]
 
     def wake_s(self) -> float | None:
@@ -110,9 +110,9 @@ class Hosts:
     def _wants_link(self, host: Host) -> bool:
         # A running agent whose connection broke is connected again, so that it learns the address of a new
         # coordinator. Until then nothing is missing: its own connection to the coordinator decides.
-        unlinked = host.stage is Stage.RUNNING and not host.linked
+        unlinked = host.stage is HostStage.RUNNING and not host.linked
         # An old connection has to end first: of two, both would speak for the host.
-        resting = host.stage is Stage.RESTING and not host.linked
+        resting = host.stage is HostStage.RESTING and not host.linked
         return not host.linking and (resting or unlinked)
 
     # ------------------------------------------------------------ what happened
@@ -132,9 +132,9 @@ class Hosts:
         """The agent runs, and the connection stands. False: nobody wants it any more, and it is to be ended."""
         host = self.all[name]
         host.linking = False
-        if host.stage not in (Stage.STARTING, Stage.RUNNING):
+        if host.stage not in (HostStage.STARTING, HostStage.RUNNING):
             return False
-        host.stage, host.linked, host.fresh = Stage.RUNNING, True, False
+        host.stage, host.linked, host.fresh = HostStage.RUNNING, True, False
         return True
 
     def failed(self, name: str, now: float) -> None:
@@ -142,8 +142,8 @@ class Hosts:
         host = self.all[name]
         host.linking = host.linked = False
         self._pause(host, now)
-        if host.stage is Stage.STARTING:
-            host.stage = Stage.RESTING
+        if host.stage is HostStage.STARTING:
+            host.stage = HostStage.RESTING
 
     def cut(self, name: str, now: float) -> None:
         """The connection of ssh ended. The agent may well live."""
@@ -151,14 +151,14 @@ class Hosts:
         if not host.linked:
             return
         host.linked = False
-        if host.stage is Stage.RUNNING:
+        if host.stage is HostStage.RUNNING:
             self._pause(host, now)
 
     def ended(self, name: str, now: float) -> None:
         """The agent has ended, as the host says; the connection is over with it."""
         host = self.all[name]
         host.linked = False
-        if host.stage is Stage.RUNNING:
+        if host.stage is HostStage.RUNNING:
             self._rest(host, now)
 
     def joined(self, name: str, now: float) -> None:
@@ -170,30 +170,30 @@ class Hosts:
     def lost(self, name: str, now: float) -> None:
         """The coordinator has given the node up."""
         host = self.all.get(name)
-        if host is None or host.stage not in (Stage.STARTING, Stage.RUNNING, Stage.RESTING):
+        if host is None or host.stage not in (HostStage.STARTING, HostStage.RUNNING, HostStage.RESTING):
             return
         host.fresh = True
-        if host.stage is Stage.RUNNING:
+        if host.stage is HostStage.RUNNING:
             self._rest(host, now)
         host.joined_s = None
 
     def left(self, name: str, returns: bool) -> None:
         """The node left as planned. returns: the host may be used again when a node is wanted."""
         host = self.all.get(name)
-        if host is not None and host.stage is not Stage.BAD:
-            host.stage, host.joined_s, host.returns = Stage.LEFT, None, returns
+        if host is not None and host.stage is not HostStage.BAD:
+            host.stage, host.joined_s, host.returns = HostStage.LEFT, None, returns
 
     def bad(self, name: str) -> None:
         """The job does not use the host any more."""
         host = self.all.get(name)
         if host is not None:
-            host.stage, host.joined_s = Stage.BAD, None
+            host.stage, host.joined_s = HostStage.BAD, None
 
     def reboot(self, name: str, now: float) -> None:
         """Somebody has to reboot the host. It is used again when it has been."""
         host = self.all.get(name)
-        if host is not None and host.stage is not Stage.BAD:
-            host.stage, host.fresh, host.joined_s = Stage.RESTING, True, None
+        if host is not None and host.stage is not HostStage.BAD:
+            host.stage, host.fresh, host.joined_s = HostStage.RESTING, True, None
             host.old_boot = host.boot
             self._pause(host, now)
 
@@ -202,7 +202,7 @@ class Hosts:
         # otherwise be started at full speed for ever.
         if host.joined_s is not None and now - host.joined_s >= SETTLED_S:
             host.attempts = 0
-        host.stage, host.joined_s = Stage.RESTING, None
+        host.stage, host.joined_s = HostStage.RESTING, None
         self._pause(host, now)
 
     def _pause(self, host: Host, now: float) -> None:

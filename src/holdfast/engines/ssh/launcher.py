@@ -12,7 +12,7 @@ from holdfast.engines.jobs import JobFolder
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.engines.ssh.addresses import choose_address
-from holdfast.engines.ssh.connection import Reach
+from holdfast.engines.ssh.connection import SshSettings
 from holdfast.engines.ssh.engine import SshProvider, environment_of
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
@@ -36,7 +36,7 @@ class SshLauncher(Launcher):
         self._ssh_engine = SshProvider(
             spec,
             folder.path,
-            reach=Reach(options.config, options.python or sys.executable, __version__),
+            reach=SshSettings(options.config, options.python or sys.executable, __version__),
             env=environment_of(options.env, dict(os.environ)),
             output=self.view.output,
             note=self.note,

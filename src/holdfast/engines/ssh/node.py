@@ -23,15 +23,15 @@ from holdfast import __version__
 from holdfast.engines.ssh.words import (
     LINE_BYTES,
     OUTPUT_BYTES,
+    AgentEnded,
     Begin,
     Begun,
     Check,
-    Checked,
     Close,
-    Coordinator,
-    Ended,
+    CoordinatorStarted,
     FromHost,
     Greeting,
+    HostChecked,
     Kill,
     Output,
     RequestFailed,
@@ -100,7 +100,7 @@ def find_problems(asked: Check, shared: bool) -> list[str]:
 _running = msgspec.json.Decoder(Running)
 
 
-class Node:
+class HostSession:
     """One connection's state on this host."""
 
     def __init__(self, say: int) -> None:
@@ -136,7 +136,7 @@ class Node:
             await self._closing
         if self._over.is_set():
             self._copy()
-            self.say(Ended(self._process.wait() if self._process is not None else None))
+            self.say(AgentEnded(self._process.wait() if self._process is not None else None))
         reading.cancel()
         ending.cancel()
 
@@ -155,7 +155,7 @@ class Node:
                 return await asyncio.to_thread(self._check, order)
             case Begin():
                 await self._begin(order)
-            case Coordinator(endpoint):
+            case CoordinatorStarted(endpoint):
                 if not self._shared:
                     write_endpoint(self._folder, endpoint)
             case Kill():
@@ -166,7 +166,7 @@ class Node:
 
     # ------------------------------------------------------------ before the start
 
-    def _check(self, asked: Check) -> Checked:
+    def _check(self, asked: Check) -> HostChecked:
         from holdfast.engines import jobs
         from holdfast.engines.folders import is_marked
 
@@ -189,7 +189,7 @@ class Node:
                 problems.append(
                     f"{self._folder} cannot be created ({error.strerror}); set HOLDFAST_HOME to another folder"
                 )
-        return Checked(self._shared, tuple(problems))
+        return HostChecked(self._shared, tuple(problems))
 
     # ------------------------------------------------------------ the agent
 
@@ -344,7 +344,7 @@ async def _serve() -> None:
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb", 0)
     )
     with suppress(BrokenPipeError, ConnectionResetError):
-        await Node(say).serve(reader)
+        await HostSession(say).serve(reader)
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Where the launcher listens."""
 
 
-class Checked(msgspec.Struct, frozen=True, tag="checked"):
+class HostChecked(msgspec.Struct, frozen=True, tag="checked"):
     """Whether the job can run there."""
 
     shared: bool
@@ -98,7 +98,7 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     """It ran already."""
 
 
-class Coordinator(msgspec.Struct, frozen=True, tag="coordinator"):
+class CoordinatorStarted(msgspec.Struct, frozen=True, tag="coordinator"):
     """A coordinator has started, at this address."""
 
     endpoint: Endpoint
@@ -123,7 +123,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     data: bytes
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class AgentEnded(msgspec.Struct, frozen=True, tag="ended"):
     """The agent is gone."""
 
     code: int | None
@@ -136,8 +136,8 @@ class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
     why: str
 
 
-ToHost = Check | Begin | Coordinator | Kill | Close
-FromHost = Greeting | Checked | Begun | Output | Ended | RequestFailed
+ToHost = Check | Begin | CoordinatorStarted | Kill | Close
+FromHost = Greeting | HostChecked | Begun | Output | AgentEnded | RequestFailed
 _to_host: msgspec.json.Decoder[ToHost] = msgspec.json.Decoder(ToHost)
 _from_host: msgspec.json.Decoder[FromHost] = msgspec.json.Decoder(FromHost)
 

@@ -44,7 +44,7 @@ Object = Mapping[str, Any]
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 
-class Farewell(msgspec.Struct, frozen=True, kw_only=True):
+class TerminationMessage(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended, as its coordinator left it in its pod's status."""
 
     outcome: str
@@ -81,7 +81,7 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     waits: str | None = None
     """Why it does not start, in the words of the scheduler or the kubelet."""
     unschedulable: bool = False
-    farewell: Farewell | None = None
+    termination_message: TerminationMessage | None = None
     """Of a coordinator that has ended."""
     address: str | None = None
     version: int = 0
@@ -163,7 +163,9 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         waits=_held(spec)
         or (str(scheduled.get("message", ""))[:MESSAGE_CHARS] if unschedulable else _waits(containers)),
         unschedulable=unschedulable,
-        farewell=_farewell(status.get("phase"), containers) if term is not None else None,
+        termination_message=_termination_message(status.get("phase"), containers)
+        if term is not None
+        else None,
         address=status.get("podIP"),
         version=int(metadata.get("resourceVersion", 0)),
         workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
@@ -280,10 +282,10 @@ def _out_of_memory_s(containers: Any) -> float | None:
     return None
 
 
-_farewells = msgspec.json.Decoder(Farewell)
+_farewells = msgspec.json.Decoder(TerminationMessage)
 
 
-def _farewell(phase: Any, containers: Any) -> Farewell | None:
+def _termination_message(phase: Any, containers: Any) -> TerminationMessage | None:
     # Only of a pod that is over: a container that ends with a handing over is started again in its place.
     if phase != "Succeeded":
         return None

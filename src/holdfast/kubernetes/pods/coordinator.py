@@ -25,10 +25,15 @@ import msgspec
 from holdfast import logs
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
-from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
+from holdfast.engines.coordinator_keeper import (
+    CoordinatorConfig,
+    CoordinatorKeeper,
+    LauncherSuperseded,
+    listen,
+)
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.kubernetes.names import CONFIG_FOLDER, COORDINATOR_PORT, TERMINATION_FILE
-from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.objects.pod import TerminationMessage
 from holdfast.kubernetes.pods.pod import PodPlace, read_pod
 from holdfast.protocol.engine_orders import EngineTraits
 from holdfast.protocol.leadership import EXIT_HANDED_OVER
@@ -45,9 +50,9 @@ REASON_CHARS = 1000
 class CoordinatorPod:
     """The coordinator of one term."""
 
-    def __init__(self, pod: PodPlace, term: int, farewell: Path) -> None:
-        """farewell: the file of the termination message."""
-        self._pod, self._term, self._farewell = pod, term, farewell
+    def __init__(self, pod: PodPlace, term: int, termination_message: Path) -> None:
+        """termination_message: the file of the termination message."""
+        self._pod, self._term, self._termination_message = pod, term, termination_message
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -84,7 +89,7 @@ class CoordinatorPod:
                 keeper.hand_over()
             try:
                 await keeping
-            except Superseded as error:
+            except LauncherSuperseded as error:
                 self._note(str(error))
                 return 0
         finally:
@@ -92,7 +97,7 @@ class CoordinatorPod:
             for task in self._tasks:
                 task.cancel()
             await keeper.close()
-        return await asyncio.to_thread(self._say_farewell)
+        return await asyncio.to_thread(self._write_termination_message)
 
     async def _keep(self, keeper: CoordinatorKeeper) -> None:
         await keeper.start()
@@ -127,14 +132,14 @@ class CoordinatorPod:
             except UsageError as error:
                 self._note(str(error))
 
-    def _say_farewell(self) -> int:
+    def _write_termination_message(self) -> int:
         """0 where the job is over: Kubernetes does not start the container again. Else 75."""
         try:
             report = jobs.read_report(self._pod.folder / "report.json")
         except (OSError, Damaged):
             return EXIT_HANDED_OVER
-        word = farewell(report)
-        self._farewell.write_bytes(msgspec.json.encode(word))
+        word = termination_message(report)
+        self._termination_message.write_bytes(msgspec.json.encode(word))
         self._note(f"the job is over: {word.outcome}{': ' if word.reason else ''}{word.reason}")
         return 0
 
@@ -142,7 +147,7 @@ class CoordinatorPod:
         _log.info("%s", text, extra=fields)
 
 
-def farewell(report: JobReport) -> Farewell:
+def termination_message(report: JobReport) -> TerminationMessage:
     """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else. With the last
     step and what is saved, since the operator has heard of these some seconds before the end."""
     outcome, reason = str(report.outcome), report.reason or ""
@@ -152,7 +157,7 @@ def farewell(report: JobReport) -> Farewell:
         node = f"on {blame.node}" if blame.node else ""
         where = " ".join(filter(None, (rank, node)))
         reason = ": ".join(filter(None, (reason, where, blame.cause)))
-    return Farewell(
+    return TerminationMessage(
         outcome=outcome,
         reason=reason[:REASON_CHARS],
         cause=report.cause or "",
@@ -168,7 +173,7 @@ def main() -> int | str:
     parser.add_argument(
         "--config", type=Path, default=Path(CONFIG_FOLDER), help="has the token and spec.json"
     )
-    parser.add_argument("--farewell", type=Path, default=Path(TERMINATION_FILE))
+    parser.add_argument("--termination-message", type=Path, default=Path(TERMINATION_FILE))
     given = parser.parse_args()
     os.umask(0o077)
     try:
@@ -179,7 +184,7 @@ def main() -> int | str:
     except HoldfastError as error:
         return f"[holdfast] {error}"
     try:
-        return asyncio.run(CoordinatorPod(pod, given.term, given.farewell).run())
+        return asyncio.run(CoordinatorPod(pod, given.term, given.termination_message).run())
     except HoldfastError as error:
         return f"[holdfast] {error}"
     finally:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.kubernetes import names
-from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen, TerminationMessage
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.kubernetes.objects.status import (
     QUEUED,
@@ -28,7 +28,7 @@ from holdfast.kubernetes.objects.status import (
 from holdfast.kubernetes.objects.status import ConditionType as Is
 from holdfast.kubernetes.policy import queues
 from holdfast.kubernetes.policy.losses import heard_restarts, why_lost
-from holdfast.kubernetes.policy.plan import Observed, Said
+from holdfast.kubernetes.policy.plan import CoordinatorReport, Observed
 from holdfast.protocol.engine_orders import ReleaseNode
 
 MESSAGE_CHARS = 1000
@@ -42,7 +42,7 @@ class JobEnd(msgspec.Struct, frozen=True):
     failed: str | None
     """A reason for programs; None: it is complete."""
     message: str
-    farewell: Farewell | None = None
+    termination_message: TerminationMessage | None = None
     """Of its coordinator; None: it ended without one."""
 
 
@@ -82,7 +82,7 @@ def status_of(
     # The next run is started with what the object says then.
     run = None if suspended or ended is not None else seen.accepted
     counts = _counts(seen, job) if ended is None or job is None else _no_counts(job)
-    farewell = None if ended is None else ended.farewell
+    termination_message = None if ended is None else ended.termination_message
     state = "Queued" if held is not None else _state(seen, words, ended, stopping, suspended)
     said = seen.said
     coordinator = _newest_coordinator(seen)
@@ -102,7 +102,7 @@ def status_of(
         completion_time=timestamp(seen.now_s) if ended is not None else before.completion_time,
         conditions=conditions,
         nodes=counts,
-        progress=_progress(said, farewell, before.progress),
+        progress=_progress(said, termination_message, before.progress),
         saved=_saved(said, ended, before.saved),
         incidents=before.incidents
         if said is None
@@ -346,10 +346,12 @@ def _state_left(seen: Observed, ended: JobEnd) -> _Word:
     return _Word(False, "NothingLeft", "no durable checkpoint")
 
 
-def _saved(said: Said | None, ended: JobEnd | None, before: SavedState | None) -> SavedState | None:
+def _saved(
+    said: CoordinatorReport | None, ended: JobEnd | None, before: SavedState | None
+) -> SavedState | None:
     if ended is not None:
         # Its last words first. An older coordinator says nothing there, and the operator may have heard it before.
-        heard = (ended.farewell, said, before)
+        heard = (ended.termination_message, said, before)
         return SavedState(checkpoint=next((one.checkpoint for one in heard if one and one.checkpoint), None))
     return before if said is None else SavedState(snapshot=said.snapshot, checkpoint=said.checkpoint)
 
@@ -421,16 +423,18 @@ def _no_counts(job: HoldfastJob) -> NodeCounts:
     )
 
 
-def _number(said: Said, trains: bool) -> int:
+def _number(said: CoordinatorReport, trains: bool) -> int:
     return sum(node.alive and not node.leaves and node.trains == trains for node in said.nodes.values())
 
 
 def _progress(
-    said: Said | None, farewell: Farewell | None, before: TrainingProgress | None
+    said: CoordinatorReport | None,
+    termination_message: TerminationMessage | None,
+    before: TrainingProgress | None,
 ) -> TrainingProgress | None:
-    if farewell is not None and farewell.step is not None:
+    if termination_message is not None and termination_message.step is not None:
         # The operator has heard of a step some seconds before the end, and the last one was committed then.
-        return msgspec.structs.replace(before or TrainingProgress(), step=farewell.step)
+        return msgspec.structs.replace(before or TrainingProgress(), step=termination_message.step)
     if said is None:
         return before
     step = said.step if said.step is not None else (before.step if before is not None else None)

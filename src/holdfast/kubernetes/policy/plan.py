@@ -20,7 +20,7 @@ from holdfast.protocol.network.endpoint import Hearing
 from holdfast.protocol.notices import NoticeCause
 
 
-class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A node, as the coordinator has it."""
 
     alive: bool
@@ -37,7 +37,7 @@ class Released(msgspec.Struct, frozen=True):
     """How often its container had been started anew when the operator heard of it."""
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinatorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator of a term last said."""
 
     term: int
@@ -46,7 +46,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     wanted: int
     """Nodes altogether, spares included."""
     orders: tuple[EngineOrder, ...] = ()
-    nodes: Mapping[str, NodeSaid] = {}
+    nodes: Mapping[str, NodeReport] = {}
     outcome: str | None = None
     reason: str | None = None
     step: int | None = None
@@ -105,7 +105,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Names of pods of which the API server has said that they are not there. A name does not come again."""
     told: frozenset[str] = frozenset()
     """Nodes of which this term's coordinator was told that they are going or gone."""
-    said: Said | None = None
+    said: CoordinatorReport | None = None
     """None: it does not answer now."""
     released: Mapping[str, Released] = {}
     """By name, the nodes of the open orders that give nodes up."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from holdfast.kubernetes.objects.kueue import WorkloadSeen
-from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen, TerminationMessage
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.kubernetes.objects.status import JobStatus, WaitingForMachines, from_timestamp, timestamp
 from holdfast.kubernetes.policy.plan import (
@@ -55,10 +55,10 @@ def why_held(seen: Observed, job: HoldfastJob) -> str | None:
     return f"{TAKEN_BACK}: {base.why_not or 'it is not admitted any more'}"
 
 
-def was_taken_back(farewell: Farewell, job: HoldfastJob) -> bool:
+def was_taken_back(termination_message: TerminationMessage, job: HoldfastJob) -> bool:
     """Whether a run was stopped because its quota was taken back, and goes on when it is admitted again."""
-    stopped = farewell.outcome == "stopped"
-    return stopped and bool(job.queue) and farewell.cause == NoticeCause.PREEMPTION
+    stopped = termination_message.outcome == "stopped"
+    return stopped and bool(job.queue) and termination_message.cause == NoticeCause.PREEMPTION
 
 
 def base_of(seen: Observed) -> WorkloadSeen | None:

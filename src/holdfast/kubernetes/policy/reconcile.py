@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from holdfast.kubernetes import names
-from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen, TerminationMessage
 from holdfast.kubernetes.objects.resource import HoldfastJob, HoldfastJobSpec, quantity_of_limit
 from holdfast.kubernetes.objects.status import ConditionType, JobStatus, from_timestamp
 from holdfast.kubernetes.policy import queues
@@ -192,9 +192,9 @@ def _group(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
 
 
 def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
-    farewell = _farewell(seen)
+    termination_message = _termination_message(seen)
     # It was stopped for that, whatever is known by now: its pods go, and it is not over.
-    if farewell is not None and queues.was_taken_back(farewell, job):
+    if termination_message is not None and queues.was_taken_back(termination_message, job):
         return f"{queues.TAKEN_BACK}: it was stopped for that"
     if queues.back_off_s(seen) is not None:
         return queues.why_back_off(seen, job)
@@ -524,16 +524,16 @@ def _numbers_together(actions: list[Action], run: int, term: int, next_number: i
 
 def _end(seen: Observed, job: HoldfastJob) -> JobEnd | None:
     """How the run ended; None: it did not."""
-    farewell = _farewell(seen)
-    if farewell is not None and queues.was_taken_back(farewell, job):
+    termination_message = _termination_message(seen)
+    if termination_message is not None and queues.was_taken_back(termination_message, job):
         return None  # it goes on when it is admitted again
-    if farewell is not None and farewell.outcome == "finished":
-        return JobEnd(None, farewell.reason or "the script has ended", farewell)
-    if farewell is not None:
-        reason = "ScriptFailed" if farewell.outcome == "failed" else "Stopped"
-        if farewell.cause == NoticeCause.TIME_LIMIT:
+    if termination_message is not None and termination_message.outcome == "finished":
+        return JobEnd(None, termination_message.reason or "the script has ended", termination_message)
+    if termination_message is not None:
+        reason = "ScriptFailed" if termination_message.outcome == "failed" else "Stopped"
+        if termination_message.cause == NoticeCause.TIME_LIMIT:
             reason = "ActiveDeadline"
-        return JobEnd(reason, farewell.reason or farewell.outcome, farewell)
+        return JobEnd(reason, termination_message.reason or termination_message.outcome, termination_message)
     if queues.has_trained(seen, seen.status):
         return None
     if (broken := why_nothing_works(seen, job)) is not None:
@@ -548,14 +548,16 @@ def _end(seen: Observed, job: HoldfastJob) -> JobEnd | None:
     return None
 
 
-def _farewell(seen: Observed) -> Farewell | None:
+def _termination_message(seen: Observed) -> TerminationMessage | None:
     """Of this run's coordinator. One of an earlier run has nothing to say about this one."""
     run = seen.status.run or 0
-    told = [pod for pod in seen.pods if pod.coordinator and pod.run == run and pod.farewell is not None]
+    told = [
+        pod for pod in seen.pods if pod.coordinator and pod.run == run and pod.termination_message is not None
+    ]
     # The highest term: an older coordinator that was cut off may have ended with other words, about a job
     # that went on.
     newest = max(told, key=lambda pod: pod.number, default=None)
-    return None if newest is None else newest.farewell
+    return None if newest is None else newest.termination_message
 
 
 def _why_not_started(seen: Observed) -> str:
@@ -601,7 +603,7 @@ def _deleted(seen: Observed) -> Plan:
         # saved does not wait for that.
         at_once = LOST_GRACE_S if seen.skip_save and not over else None
         # That there is nothing to save is what the pods show, as everything is that an operator sees late: by now they may train.
-        as_seen = not (over or seen.skip_save or left_s <= 0 or _farewell(seen) is not None)
+        as_seen = not (over or seen.skip_save or left_s <= 0 or _termination_message(seen) is not None)
         actions = [_delete(pod, DELETED, at_once, as_seen) for pod in seen.pods if not pod.deleting]
         # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
@@ -617,7 +619,7 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
         # No deadline: a job that is suspended and not deleted has time to save.
         return Plan(_stop(seen, job, SUSPENDED), status_of(seen, job, stopping=SUSPENDED))
     if seen.pods:
-        as_seen = _farewell(seen) is None and not seen.skip_save
+        as_seen = _termination_message(seen) is None and not seen.skip_save
         actions = tuple(_delete(pod, SUSPENDED, as_seen=as_seen) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=SUSPENDED))
     # What the next run is started with is read anew, and its quota asked for anew.
@@ -641,7 +643,7 @@ def _stop(
 def _saves(seen: Observed) -> bool:
     """There is a state to be saved, and nobody has said that it is. A job that never came so far has none: whoever
     suspends one whose image is missing wants its pods gone."""
-    if _farewell(seen) is not None or not seen.pods:
+    if _termination_message(seen) is not None or not seen.pods:
         return False
     if seen.said is not None or _may_answer(seen):
         return True

@@ -20,7 +20,7 @@ from holdfast.errors import Damaged, HoldfastError
 from holdfast.kubernetes.names import AGENT_PORT
 from holdfast.kubernetes.objects.pod import PodSeen
 from holdfast.kubernetes.policy.losses import VOTERS
-from holdfast.kubernetes.policy.plan import AskResize, AskStop, NodeSaid, Said, Tell
+from holdfast.kubernetes.policy.plan import AskResize, AskStop, CoordinatorReport, NodeReport, Tell
 from holdfast.kubernetes.tasks.expectations import Expectations
 from holdfast.protocol.engine_orders import Availability, EngineOrders
 from holdfast.protocol.health import CLUSTER_NAME
@@ -111,7 +111,7 @@ class JobLink:
             await asyncio.gather(self._listening, return_exceptions=True)
         self._listening, self._link = None, None
 
-    async def ask(self) -> Said | None:
+    async def ask(self) -> CoordinatorReport | None:
         """None: it does not answer now."""
         if self._link is None:
             return None
@@ -195,14 +195,14 @@ class CoordinatorConnection:
             self._changed()
             await asyncio.sleep(AGAIN_S)
 
-    async def ask(self) -> Said:
+    async def ask(self) -> CoordinatorReport:
         """Raises Silent."""
         status, orders = await self._request("GET", "/status"), await self._request("GET", "/orders")
         return decode(
             self._said, (status, orders), "what the coordinator answers cannot be read", error=Silent
         )
 
-    def _said(self, answers: tuple[bytes, bytes]) -> Said:
+    def _said(self, answers: tuple[bytes, bytes]) -> CoordinatorReport:
         status, orders = answers
         return said_of(
             msgspec.json.decode(status, type=JobView),
@@ -249,19 +249,19 @@ class CoordinatorConnection:
         return answer.body
 
 
-def said_of(view: JobView, orders: EngineOrders, term: int) -> Said:
+def said_of(view: JobView, orders: EngineOrders, term: int) -> CoordinatorReport:
     """Its pages `/status` and `/orders` as one value. Pure."""
     training = {one.node for one in view.workers if one.rank is not None}
     newest = view.incidents[-1] if view.incidents else None
     snapshot = view.saving.snapshot
     saved = [(tier.step, tier.url) for tier in view.saving.tiers if tier.step is not None]
     newest_saved = max(saved, key=lambda one: one[0], default=None)
-    return Said(
+    return CoordinatorReport(
         term=term,
         phase=view.phase,
         wanted=orders.nodes,
         orders=orders.orders,
-        nodes={one.node: NodeSaid(alive=one.alive, trains=one.node in training) for one in view.nodes},
+        nodes={one.node: NodeReport(alive=one.alive, trains=one.node in training) for one in view.nodes},
         outcome=view.outcome,
         reason=view.reason,
         step=view.step or None,

@@ -12,7 +12,16 @@ import msgspec
 
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects.pod import PodSeen
-from holdfast.kubernetes.policy.plan import Action, AskResize, DeletePod, Number, Released, Said, Tell, Warn
+from holdfast.kubernetes.policy.plan import (
+    Action,
+    AskResize,
+    CoordinatorReport,
+    DeletePod,
+    Number,
+    Released,
+    Tell,
+    Warn,
+)
 from holdfast.protocol.engine_orders import NodeOutOfMemory, OrderDone, ReleaseNode
 
 MOST_GONE = 4096
@@ -144,7 +153,7 @@ class Expectations:
         self._acknowledged &= there
         self._warned &= {f"order {one}" for one in there} | {pod.uid for pod in self.pods.all}
 
-    def released(self, said: Said | None, now_s: float) -> Mapping[str, Released]:
+    def released(self, said: CoordinatorReport | None, now_s: float) -> Mapping[str, Released]:
         """Nodes that the coordinator gives up. now_s: of any clock that goes on."""
         if said is not None:  # what was heard of a coordinator that is silent now is kept
             # Between two looks a node may have come back and have been given up again. The second order counts anew: by the

@@ -34,6 +34,7 @@ from holdfast.kubernetes.policy.plan import (
     AddFinalizer,
     AskResize,
     AskStop,
+    CoordinatorReport,
     DeleteJob,
     DeleteObject,
     DeletePod,
@@ -50,7 +51,6 @@ from holdfast.kubernetes.policy.plan import (
     PointService,
     QueueAction,
     RemoveFinalizer,
-    Said,
     SizeGroup,
     Tell,
     TellPlace,
@@ -275,7 +275,7 @@ class JobTask:
             now_s=self._api.now_s(),
         )
 
-    async def _ask(self, status: JobStatus, job: HoldfastJob | None) -> Said | None:
+    async def _ask(self, status: JobStatus, job: HoldfastJob | None) -> CoordinatorReport | None:
         pod, token = newest_of(self.expected.pods.all, status.term), self._objects.token
         answers = pod is not None and pod.stays and pod.phase == "Running" and token is not None
         timing = job.spec.timing if job is not None else TimingSpec()

@@ -24,7 +24,7 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf
 from holdfast.tensors.index import TensorSpec, leaves
-from holdfast.tensors.tree import Apart, dtype_of, pack
+from holdfast.tensors.tree import DismantledTensor, dtype_of, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")
 Plain = bool | int | float | str | None
@@ -165,9 +165,9 @@ def build(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
         case "t":
             return tuple(build(v, leaf) for v in value)
         case "w":
-            return Apart(kind, value[0], {at: build(v, leaf) for at, v in value[1]})
+            return DismantledTensor(kind, value[0], {at: build(v, leaf) for at, v in value[1]})
         case "p":
-            return Apart(kind, value[0], build(value[1], leaf))
+            return DismantledTensor(kind, value[0], build(value[1], leaf))
         case "T" | "x":
             return leaf(kind, value)
         case _:

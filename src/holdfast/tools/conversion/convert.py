@@ -38,14 +38,14 @@ import torch
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of, sums_of_buffers
-from holdfast.checkpoint.loading import Flat, flatten
+from holdfast.checkpoint.loading import FlatState, flatten
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.tier import ADVICE, DiskTier, sync_folder
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.protocol import units
 from holdfast.protocol.snapshots import Shard
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tensors.tree import Apart, buffer_of
+from holdfast.tensors.tree import DismantledTensor, buffer_of
 from holdfast.tools.conversion import safetensors_io
 from holdfast.tools.conversion.consolidate import RANK_NAME, Merged, MergedTensor, Tree, build, merge, union
 
@@ -243,7 +243,7 @@ WRAPPER = "holdfast.wrapper"
 
 def _as_dicts(value: Any) -> Any:
     """The nested state with a dict for every tensor that is made of others."""
-    if isinstance(value, Apart):
+    if isinstance(value, DismantledTensor):
         inner = value.value if value.kind == "w" else {"shard": value.value}
         return {**{at: _as_dicts(part) for at, part in inner.items()}, WRAPPER: [value.kind, value.about]}
     if isinstance(value, dict):
@@ -260,7 +260,7 @@ def _from_dicts(value: Any) -> Any:
         kind, about = value[WRAPPER]
         if kind not in ("w", "p") or not isinstance(about, dict):
             raise ValueError(f"unknown kind: {kind!r}")
-        return Apart(kind, about, inner if kind == "w" else inner["shard"])
+        return DismantledTensor(kind, about, inner if kind == "w" else inner["shard"])
     return type(value)(map(_from_dicts, value)) if type(value) in (list, tuple) else value
 
 
@@ -424,7 +424,7 @@ class _RankShard:
     """A rank's part, ready to be written."""
 
     rank: int
-    flat: Flat
+    flat: FlatState
     head: bytes
     sums: bytes
     """Of the chunks of its blob."""
@@ -461,7 +461,7 @@ def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: 
     return shards
 
 
-def _buffers(flat: Flat) -> Iterator[memoryview]:
+def _buffers(flat: FlatState) -> Iterator[memoryview]:
     for tensor in flat.tensors:
         data = buffer_of(tensor.contiguous())
         for low in range(0, len(data), READ_BYTES):
