@@ -318,7 +318,8 @@ def table(packages: Sequence[Path]) -> Iterator[str]:
         while last < len(columns) and LABEL + sum(widths[first : last + 1]) <= WIDTH:
             last += 1
         for row, label in enumerate(labels):
-            yield f"{label:<{LABEL}}" + "".join(f"{columns[n][row]:>{widths[n]}}" for n in range(first, last))
+            line = "".join(f"{columns[n][row]:>{widths[n]}}" for n in range(first, last))
+            yield f"{label:<{LABEL}}{line}".rstrip()
         first = last
 
 
