@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Advice:
-    """For a script with a `Run`."""
+    """What error messages tell the user to write. This one is for a script that has a `Run`."""
 
     def buffer(self, rule: str, path: str) -> str:
         """What gives a buffer a rule."""
@@ -133,7 +133,7 @@ class BufferRules:
         self.keep()
 
     def begin(self, micro_batches: int) -> None:
-        """A step begins. micro_batches: of the global batch."""
+        """Begins a step. micro_batches: number of them in the global batch."""
         self.put_back()
         if self._summed:
             # A new one for each step: a collective of a step that broke may still hold the older one.
@@ -193,7 +193,7 @@ class BufferRules:
             self._works.clear()
 
     def drain(self, group: GenerationGroup) -> None:
-        """After a break: returns when no collective writes into the sums."""
+        """After a break: returns when no collective writes to the sums any more."""
         works, self._works = self._works, []
         for work in works:
             group.drain(work)
@@ -231,7 +231,7 @@ class BufferRules:
             torch._foreach_copy_([r.now for r in self._summed], self._flat_views)
 
     def keep(self) -> None:
-        """The buffers are what a commit left, or what a transfer brought."""
+        """Takes the present values of the buffers as those of a commit, or of a state that was transferred."""
         if self._put:
             torch._foreach_copy_([r.kept for r in self._put], [r.now.detach() for r in self._put])
         if self._summed:
@@ -359,7 +359,7 @@ COUNT = "num_batches_tracked"
 
 
 def known_rule(at: BufferPlace) -> BufferRule | None:
-    """Of the modules of torch that change buffers in forward passes; None for all others."""
+    """The rule of a torch module that changes buffers in forward passes; None: it is not known."""
     module, name = at.module, at.name
     if isinstance(module, torch.nn.modules.batchnorm._NormBase):
         return "sum" if name == COUNT else "sequence"

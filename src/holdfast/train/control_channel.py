@@ -1,9 +1,9 @@
-"""the control channel: one TCP connection between every two members of a generation, for messages of a few bytes.
+"""The control channel: one TCP connection between every two members of a generation, for messages of a few bytes.
 
-It carries what must be quick and exact: the weights of the micro-batches, the vote that closes a step, and
-the addresses from which gloo builds its own connections. A tiny all-reduce over gloo costs milliseconds when
-the ranks share few cores; a message here costs one hop. Its addresses arrive with the generation, so there is
-no store server to lose and no key of another generation to read.
+It carries what must be quick and exact: the weights of the micro-batches, the vote that closes a step, and the addresses from
+which gloo builds its own connections. A tiny all-reduce over gloo costs milliseconds when the ranks share few cores; a message
+here costs one hop. Its addresses arrive with the generation, so there is no store server to lose and no key of another
+generation to read.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ChannelListener:
         self._listener.close()
 
     def release(self, generation: int) -> None:
-        """Nobody waits for members of this or an older generation any more."""
+        """Stops waiting for members of this generation and of older ones."""
         with self._news:
             self._broken = max(self._broken, generation)
             for key in [k for k in self._arrived if k[0] <= generation]:
@@ -210,7 +210,7 @@ class ControlChannel:
         return list(self._peers.values())
 
     def abort(self) -> None:
-        """Frees whoever waits for a peer; nothing can be sent afterwards. Safe from any thread."""
+        """Ends every wait for a peer. Nothing can be sent afterwards. Safe from any thread."""
         # `shutdown` and not `close`: it wakes a thread that is inside `recv` on the socket, and the
         # descriptor stays taken. A closed number could be given to another file while the main thread still
         # reads from it.
@@ -244,11 +244,11 @@ class ControlChannel:
     def receive(
         self, step: int, own: Sequence[ControlMessage], counts: Sequence[int] | None = None
     ) -> list[ControlMessage]:
-        """What every member said for this step, in the order of the ranks: so all add it up alike.
+        """The messages of all members for this step, in the order of the ranks, so that all members add them up alike.
 
         Args:
-            own: what this member said.
-            counts: how many messages each member said; one, if not given.
+            own: what this member sent.
+            counts: number of messages of each member; one, if not given.
         """
         messages: list[ControlMessage] = []
         for rank in range(self.size):
@@ -266,8 +266,8 @@ class ControlChannel:
     def receive_heads(
         self, step: int, head: ControlMessage, own: Sequence[ControlMessage]
     ) -> list[tuple[ControlMessage, list[ControlMessage]]]:
-        """What every member said for this step, in the order of the ranks: a message whose second number says how many messages
-        follow it, and those."""
+        """For each member, in the order of the ranks: its first message for this step, whose second number says how many
+        messages follow, and those messages."""
         reports: list[tuple[ControlMessage, list[ControlMessage]]] = []
         for rank in range(self.size):
             if rank == self.rank:
@@ -341,7 +341,7 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         return all(k in self._values for k in keys)
 
     def finish(self) -> None:
-        """Tells the peers that no key follows, and waits until all have said so: the control channel is clear again."""
+        """Tells the peers that no key follows, and waits until all have done so: from then on the channel carries messages."""
         self._finished = True
         self._send(_HEAD.pack(_TAG_END, 0))
         self._move_until(lambda: len(self._ended) == self._channel.size - 1)

@@ -1,5 +1,6 @@
-"""Where a run stands in its data: part of the protected state, so it is saved, moved and committed with the rest. And what becomes of
-the learning rate when the global batch changes: nothing, unless the script says so."""
+"""The position of a run in its data. It is part of the protected state, so it is saved, transferred and committed with the
+rest. Also the rules for adapting the learning rate to a changed global batch, which are applied only if the script asks for
+one."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ BatchChanged = Literal["refuse", "keep", "linear", "sqrt"]
 
 
 class DataCursor:
-    """Samples that are committed, and what gives that number its meaning.
+    """The number of committed samples, with the data set and order that give it its meaning.
 
-    Counted in samples, not in steps: so a change of the global batch neither repeats nor skips one.
+    It counts samples and not steps, so a change of the global batch neither repeats nor skips any.
 
     Attributes:
         samples: how many samples were trained on in committed steps.
-        from_peer: what is loaded next comes from a worker of this run, who is to have the same data.
+        from_peer: what is loaded next comes from a worker of this run, which must have the same data.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class DataCursor:
         self._saved_batch = int(batch)
 
     def adapt(self, protected: Mapping[str, Any]) -> None:
-        """After all state is loaded: follows the rule for a changed global batch, once."""
+        """Applies the script's rule for a changed global batch, once, after all state is loaded."""
         factor = self._global_batch / self._saved_batch
         self._saved_batch = self._global_batch
         if factor == 1.0 or self._batch_changed not in ("linear", "sqrt"):

@@ -92,7 +92,7 @@ def _default(fault: ArmedFault) -> Phase:
 
 
 def happen(kind: FaultKind, poison: Callable[[], None]) -> None:
-    """Does to this process what the fault says. Faults of the whole node are done by the agent meanwhile."""
+    """Makes the fault happen in this process. The agent does the part of a fault that concerns the whole node."""
     match kind:
         case FaultKind.KILL_WORKER:
             os.kill(os.getpid(), signal.SIGKILL)

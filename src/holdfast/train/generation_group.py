@@ -27,7 +27,7 @@ class _Failed:
 
 
 class GenerationGroup(GlooGroup):
-    """One generation's connections. Built in two parts, so that `abort` works while `connect` runs.
+    """The connections of one generation. Built in two parts, so that `abort` works while `connect` runs.
 
     Attributes:
         rank, size: among the workers that hold the same shard of the state, which sum their gradients.
@@ -118,7 +118,7 @@ class GenerationGroup(GlooGroup):
         self.channel.abort()
 
     def abort_all(self) -> None:
-        """Frees those too that wait for one in this replica."""
+        """Ends every wait, also for workers of this replica."""
         self.abort()
         if self._replica_groups is not None:
             self._replica_groups.abort()

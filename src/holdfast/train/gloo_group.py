@@ -109,7 +109,7 @@ class GlooGroup:
 
     @property
     def queues(self) -> bool:
-        """Whether a collective that was waited for is only queued: with NCCL."""
+        """Whether a collective that was waited for may not have run yet, because it is only queued on a device: with NCCL."""
         return self._device is not None
 
     def connect(self, store: Any) -> None:
@@ -309,13 +309,13 @@ class GlooGroup:
                 raise CollectiveFault(first_line(error)) from error
 
     def until(self, done: Callable[[], bool]) -> bool:
-        """Waits for what another thread waits for, and says with `tell`. False: `abort` came first."""
+        """Waits until another thread calls `tell`. False: `abort` was called first."""
         with self._news:
             self._news.wait_for(lambda: self._aborted or done())
             return done()
 
     def tell(self) -> None:
-        """Something that `until` waits for has come."""
+        """Ends the wait of `until`."""
         with self._news:
             self._news.notify_all()
 
@@ -325,8 +325,7 @@ class GlooGroup:
             self._stuck |= not self._news.wait_for(done, DRAIN.total_seconds())
 
     def intact(self) -> None:
-        """For results of NCCL, once the device has come to the end of them: raises CollectiveFault when they may be
-        garbage."""
+        """Raises CollectiveFault if results of NCCL may be garbage. Call it when the device has finished them."""
         if self._device is not None and self._aborted:
             raise CollectiveFault("the generation broke")
 
@@ -370,7 +369,7 @@ class GlooGroup:
         return {i: fd for i, fd in now.items() if i not in self._before and with_socket(fd, store.has)}
 
     def close(self) -> None:
-        """Gives everything back, after `abort` or when no member needs the group any more."""
+        """Frees everything, after `abort` or when no member needs the group any more."""
         with self._news:
             self._aborted = True
             group, self._group = self._group, None
@@ -536,14 +535,14 @@ def ended() -> Any:
 
 
 def abandon(group: object) -> None:
-    """Keeps a process group for ever, also when Python ends: destroying it would wait for its operations."""
+    """Keeps a process group alive for ever, even when Python ends: destroying it would wait for its operations."""
     # A list in this module would not do: at exit Python clears modules, and the destructor would run then and
     # wait.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a torch error that a person reads."""
+    """The first line of a torch error, which is the part that a person reads."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 

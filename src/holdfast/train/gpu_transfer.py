@@ -79,7 +79,7 @@ _frames: Codec[_Key | _Sum] = Codec(_Key | _Sum)
 
 
 def possible(image: Image) -> bool:
-    """Whether this worker takes part in such transfers of a state."""
+    """Whether this worker can transfer a state from GPU to GPU."""
     choice = os.environ.get(CHOICE, "auto")
     if choice != "auto":
         return choice == "always"
@@ -148,11 +148,11 @@ class TransferStore(dist.Store):  # type: ignore[misc, name-defined, unused-igno
         return all(k in self._values for k in keys)
 
     def say(self, stop: int, words: list[int]) -> None:
-        """The donor: what the chunk that ends here adds up to."""
+        """For the donor: sends the checksum of the chunk that ends here."""
         self._send(pack(_Sum(stop, (words[0], words[1]))))
 
     def hear(self) -> _Sum:
-        """The newcomer: what the donor said of the next chunk."""
+        """For the newcomer: the donor's checksum of the next chunk."""
         checksum = self._sums.get()
         if checksum is None:
             raise CollectiveFault("the donor closed the connection")
@@ -169,7 +169,7 @@ class TransferStore(dist.Store):  # type: ignore[misc, name-defined, unused-igno
         self._reader.join()
 
     def close(self) -> None:
-        """Frees whoever waits, at both ends. Safe from any thread, more than once."""
+        """Ends every wait, at both ends. Safe from any thread, more than once."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:

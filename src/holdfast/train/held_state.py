@@ -1,4 +1,4 @@
-"""The state that this worker holds: of which step it is, how it comes here, and where it is kept when training ends."""
+"""The state that this worker holds: its step, how it is restored, and where it is saved when training ends."""
 
 from __future__ import annotations
 
@@ -93,24 +93,24 @@ class HeldState:
         faults.flip = self.sums.flip
 
     def module_buffers(self) -> list[torch.Tensor]:
-        """Those of the protected modules."""
+        """The buffers of the protected modules."""
         return state_image.buffers_of(self._protected)
 
     @property
     def digest(self) -> str:
-        """Of everything."""
+        """A checksum of the whole state."""
         return state_image.digest(self._protected)
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """What `replicated_digest` is over: the names of what is protected, and is to be the same."""
+        """The names of the protected objects in `replicated_digest`, which must be the same on all replicas."""
         own = tuple(name for name in self._compared if name not in (NAME, constants_name))
         return own + self._constants.names
 
     @property
     def replicated_digest(self) -> str:
-        """Of all that is to be the same in every replica: everything but buffers that are each worker's own, and objects whose
-        attribute `compared` is false."""
+        """A checksum of everything that must be the same in every replica: all but buffers that each worker keeps for itself,
+        and objects whose attribute `compared` is false."""
         return state_image.digest(self._compared, self.buffer_rules.own)
 
     @property
@@ -124,16 +124,16 @@ class HeldState:
 
     @property
     def parameters_digest(self) -> str:
-        """Of the parameters alone."""
+        """A checksum of the parameters."""
         return state_image.parameters_digest(self._protected)
 
     def image(self) -> state_image.Image:
-        """As the commit left it. Training may go on while it is read; the next update may not."""
+        """The state as the last commit left it. Training may go on while it is read, but the next update may not."""
         self.buffer_rules.put_back()
         return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
 
     def constant_image(self) -> state_image.Image | None:
-        """What never changes, for newcomers that have other bytes; None: there is nothing of that kind."""
+        """The state that never changes, for newcomers with other bytes; None: there is none."""
         return self._constants.image() if self._constants else None
 
     def restore(self, form: m.JoinGeneration) -> tuple[int, float]:
@@ -160,7 +160,7 @@ class HeldState:
         return restored, time.monotonic() - began
 
     def begin_step(self) -> None:
-        """A step starts from what was committed."""
+        """Begins a step, from the committed state."""
         committed = self.committed or 0
         self.snapshots.expect(committed, lambda: state_image.capture(self._protected, committed).index.nbytes)
         # The snapshot begins before the step, since the state is complete now and stays as it is until the
@@ -170,7 +170,7 @@ class HeldState:
         self._buffers.keep()
 
     def before_update(self) -> None:
-        """The state is about to change, as it may."""
+        """Notes that the state is about to change, as it may now."""
         # The snapshot's thread reads the live tensors. The update may not begin before it has ended or was
         # given up: its copy would be of two steps.
         self.snapshots.before_update()
@@ -202,24 +202,24 @@ class HeldState:
         self.buffer_rules.put_back()
 
     def roll_back(self) -> None:
-        """The step is dropped: buffers become what they were before it."""
+        """Drops the step: buffers get the values that they had before it."""
         self._buffers.put_back()
 
     # ------------------------------------------------------------ where training ends
 
     def leave(self, order: m.Stop) -> None:
-        """The job was asked to stop: the state goes where the order says."""
+        """Saves the state where the coordinator's order says, because the job was asked to stop."""
         if order.keep and self.committed:
             self._kept = self._save_last(self.committed, ordered=True)
         if order.save_to is not None and self.committed is not None:
             self._save(order.save_to, self.committed)
 
     def finish(self, stopped: bool) -> bool:
-        """After the last step: the result becomes a checkpoint, unless training was stopped. True when the agent has it."""
+        """After the last step: saves the result as a checkpoint, unless training was stopped early. True when the agent has it."""
         return self._kept or (not stopped and bool(self.committed) and self._save_last(self.committed or 0))
 
     def check_constants(self) -> None:
-        """Raises StateChanged where what never changes did, in a way that torch does not count."""
+        """Raises StateChanged if state that must never change did, in a way that torch does not count."""
         self._constants.check()
 
     def _save_last(self, step: int, ordered: bool = False) -> bool:
@@ -394,22 +394,22 @@ class ModuleBuffers:
         self._by_address = {k.buffer.data_ptr(): k for k in self._kept if has_bytes(k.buffer)}
 
     def keep(self) -> None:
-        """Before a step."""
+        """Copies the buffers before a step."""
         for kept in self._kept:
             kept.keep()
 
     def put_back(self) -> None:
-        """The step is dropped."""
+        """Restores the buffers, because the step is dropped."""
         for kept in self._kept:
             kept.put_back()
 
     def forget(self) -> None:
-        """The buffers were filled from outside, in a way that torch does not count."""
+        """Discards the copies: the buffers were filled from outside, in a way that torch does not count."""
         for kept in self._kept:
             kept.copy = None
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a buffer holds now, in memory that no step changes: to be read while training goes on."""
+        """A copy of a buffer's present value, in memory that no step changes, so that it can be read while training goes on."""
         kept = self._by_address.get(tensor.data_ptr())
         if kept is None or kept.buffer.shape != tensor.shape:
             return tensor.detach().clone()

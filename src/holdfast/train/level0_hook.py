@@ -1,7 +1,7 @@
-"""Level 0 and 1: progress of a script that does not know of Holdfast, counted by its optimizer steps.
+"""Levels 0 and 1: the progress of a script that does not know of Holdfast, counted by its optimizer steps.
 
-Ranks that train together make their steps together, and nobody knows their phases. Where each of them is, and which one the others
-wait for, follows from its own time (`OwnTime`) and from torch's record of its collectives (`CollectivesTeller`).
+Ranks that train together make their steps together, and their phases are unknown. Where each of them is, and for which one the
+others wait, is derived from its own time (`OwnTime`) and from torch's record of its collectives (`CollectivesTeller`).
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def _poison(optimizer: Any) -> None:
 
 
 class ThreadClock:
-    """Seconds that the calling thread was on a processor, or waited for one.
+    """Seconds that the calling thread ran on a processor or waited for one.
 
-    Torch records the end of none of gloo's collectives. But a thread that waits in one of them has no processor and asks for none. So
-    what the training thread was on a processor, or in the queue for one, is its own. That holds on CPUs: beside a GPU the thread may
-    spin while it waits.
+    Torch does not record when a collective of gloo ends. But a thread that waits in one has no processor and asks for none. So
+    the time that the training thread was on a processor, or queued for one, is its own. This holds on CPUs: beside a GPU the
+    thread may spin while it waits.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class ThreadClock:
 
 
 class OwnTime:
-    """Blocks of steps, as `StepTimer` has them at level 2."""
+    """Own time per block of steps, as `StepTimer` measures it at level 2. Phases that are unknown count as 0."""
 
     def __init__(self, own: Callable[[], float], wall: Callable[[], float] = time.perf_counter) -> None:
         """own: a clock of what counts; wall: of all time."""
@@ -173,7 +173,7 @@ class OwnTime:
 
 
 def trains_on_cpu(optimizer: Any) -> bool:
-    """Whether all that it updates lies there."""
+    """Whether all parameters that the optimizer updates are on the CPU."""
     return all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
 
 
@@ -191,9 +191,9 @@ _WORD = 128
 
 
 class CollectivesTeller:
-    """Says where a script is in the collectives of its process groups, each time from a thread of its own.
+    """Reports the position of a script in the collectives of its process groups, each time from a thread of its own.
 
-    Torch's flight recorder notes the newest collectives of gloo and NCCL by itself, so a script pays nothing for this before somebody
+    Torch's flight recorder notes the newest collectives of gloo and NCCL by itself, so a script pays nothing until somebody
     asks.
     """
 
@@ -217,7 +217,7 @@ class CollectivesTeller:
 
 
 def last_positions(within_s: float = 1.0) -> tuple[GroupReading, ...] | None:
-    """The same at the end of a script: of the largest groups alone. None: torch did not say it in time, either."""
+    """The positions at the end of a script, of the largest groups only. None: torch did not report them in time."""
     found: list[tuple[GroupReading, ...] | None] = []
     # On a thread, as above: a lock that is never given back must not keep the process from its end.
     asking = threading.Thread(target=lambda: found.append(positions()), name="holdfast-where", daemon=True)
@@ -228,7 +228,7 @@ def last_positions(within_s: float = 1.0) -> tuple[GroupReading, ...] | None:
 
 
 def positions() -> tuple[GroupReading, ...] | None:
-    """Where this process is in each of its groups of more than one member; None: this torch does not say, or there is no
+    """The position of this process in each of its groups of more than one member; None: this torch cannot tell, or there is no
     process group."""
     # Nothing is imported here: a script that has not used torch.distributed is in no collective, and an import would
     # wait for the lock that a main thread which imports holds.

@@ -1,7 +1,7 @@
-"""The worker's link to its agent, and what the coordinator said through it.
+"""A worker's link to its agent, and the coordinator's orders that arrive through it.
 
-One thread reads the Unix socket. It must work while the main thread trains, so it only notes what was said
-and, when a generation is broken, frees the main thread from the collective in which it waits.
+One thread reads the Unix socket. It must work while the main thread trains, so it only records what arrives and, when a
+generation is broken, frees the main thread from the collective in which it waits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Link:
         self._sock.close()
 
     def send(self, message: m.WorkerMessage) -> None:
-        """To the agent. An agent that is gone takes this process with it, so errors need no answer."""
+        """Sends a message to the agent. Errors are ignored: an agent that is gone takes this process with it."""
         # Packed outside the lock; only the write is under it. The main thread, the snapshot's and the
         # reader's all send, and two frames must not interleave.
         frame = pack(message)
@@ -135,7 +135,7 @@ class Link:
         abort()
 
     def unguard(self) -> None:
-        """The main thread is out of every collective."""
+        """Ends the effect of `guard`: the main thread has left every collective."""
         with self._news:
             self._abort = self._halt = self._run_to = None
 
@@ -230,18 +230,18 @@ class Link:
 
 
 def notice() -> Notice | None:
-    """What is to go away, of this worker's node and its job: the most urgent, or None.
+    """The most urgent notice that this worker's node or its job will go away; None: there is none.
 
     For scripts at levels 0 and 1, which ask between two of their steps, for example to save once more. At level 2 it is
-    `run.notice`. A notice that was withdrawn, because a node stays after all, is gone at the next call. None also where
-    there is no job, and in processes that a worker started.
+    `run.notice`. A notice that was withdrawn, because a node stays after all, is gone at the next call. None also where there
+    is no job, and in processes that a worker started.
     """
     link = agent_link.current()
     return link.notices.first() if link is not None else None
 
 
 class Warnings:
-    """Calls of a script for each notice, once for each function that it gave."""
+    """Calls functions of the script for each notice, each function once per notice."""
 
     def __init__(self, board: NoticeBoard) -> None:
         self._board = board
@@ -249,7 +249,7 @@ class Warnings:
         self._seen: tuple[int, ...] = board.numbers
 
     def add(self, function: Callable[[Notice], object]) -> None:
-        """A function to be called, also with what stands already."""
+        """Adds a function. It is also called for notices that are in force already."""
         self._functions.append((function, set()))
         self._seen = ()
 
@@ -258,7 +258,7 @@ class Warnings:
         return self._board.numbers is not self._seen and bool(self._functions)
 
     def calls(self) -> Iterator[Callable[[], object]]:
-        """What has to be called now. A call counts as made when it is given, whatever comes of it."""
+        """The calls that are due now. A call counts as made when it is returned here, whatever comes of it."""
         self._seen = self._board.numbers
         for notice in self._board.standing():
             for function, told in self._functions:

@@ -174,7 +174,7 @@ class _NotYetError(StateError):
 
 
 class Fetch:
-    """One transfer: the state at a generation's start, from its donors in parallel stripes."""
+    """The transfer of the state at a generation's start, in parallel stripes from its donors."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Fetch:
         return self.fill(objects, self.index())
 
     def fill(self, objects: Protected, index: StateIndex) -> Image:
-        """As `run`, of an index that came before."""
+        """As `run`, for an index that was fetched before."""
         image = targets(objects, index)
         # Each stripe begins at another donor and goes on to the next one where that fails. So the load is
         # spread while all are well, and one lost donor costs only its own stripe's rest.
@@ -389,13 +389,13 @@ def _read_chunk(
 
 
 class PeerEndpoint:
-    """Where other workers reach this process. It lasts as long as the process, also when `main` is run again."""
+    """The address at which other workers reach this process. It lasts as long as the process, also when `main` is run again."""
 
     def __init__(self, host: str, token: str, worker: str) -> None:
         self.listener = ChannelListener(host, token, worker)
         self.donor = DonorServer(host, token, worker)
 
     def close(self) -> None:
-        """Nobody reaches this process any more."""
+        """Stops serving other workers."""
         self.listener.close()
         self.donor.close()

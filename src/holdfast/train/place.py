@@ -21,20 +21,20 @@ Node = tuple[int, int]
 
 
 def share(micro_batches: int, rank: int, world: int) -> range:
-    """The numbers of a worker's micro-batches: contiguous, and as even as they can be."""
+    """The numbers of a worker's micro-batches: contiguous, and distributed as evenly as possible."""
     # Contiguous, so a worker's leaves form few large subtrees, and each subtree costs one more part to send.
     # The difference between two shares is at most one.
     return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
 
 
 def shares(micro_batches: int, world: int) -> list[range]:
-    """Those of every worker, in the order of the ranks."""
+    """The micro-batches of all workers, in the order of the ranks."""
     return [share(micro_batches, rank, world) for rank in range(world)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShare:
-    """What a worker computes, and how gradients are summed over the workers with the same shard."""
+    """The micro-batches that a worker computes, and how gradients are summed over the workers with the same shard."""
 
     micro_batches: range
     """Numbers of the micro-batches that this worker computes."""
@@ -84,8 +84,9 @@ def message_counts(micro_batches: int, generation: Generation, alike: int | None
 
 
 def weighs(generation: Generation, rank: int, alike: int | None = None) -> bool:
-    """Whether a worker says what its micro-batches weigh. alike: so many neighbours compute the very same, of whom the
-    first says it; None: all that have the same micro-batches. Those that share each sample weigh their parts."""
+    """Whether a worker reports the weights of its micro-batches. alike: number of neighbouring ranks that compute exactly the
+    same, of which the first reports; None: all ranks with the same micro-batches. Ranks that share each sample report the
+    weight of their parts."""
     return generation.members[rank].shard_index % (alike or generation.shape[1]) == 0
 
 
@@ -104,8 +105,8 @@ def subtrees(micro_batches: int, numbers: range) -> list[Node]:
 
 
 def folds(micro_batches: int, nodes: Sequence[Node]) -> list[int]:
-    """How to add up neighbouring nodes with a stack: after each node is put on it, so often are the two uppermost sums
-    replaced by their sum."""
+    """How to add up neighbouring nodes with a stack: for each node, how many times the two uppermost sums are replaced by their
+    sum after it is pushed."""
     parent = _parents(micro_batches)
     stack: list[Node] = []
     counts = []
@@ -136,7 +137,7 @@ def _parents(micro_batches: int) -> dict[Node, Node]:
 
 
 class World(NamedTuple):
-    """A generation, as one of its members sees it."""
+    """A generation from the point of view of one of its members."""
 
     rank: int
     """Rank of this worker, from 0; `size` or more if `replica` is -1."""
@@ -205,7 +206,7 @@ class Place:
 
     @property
     def weighs(self) -> bool:
-        """Whether this worker says what its micro-batches weigh; in a tensor dimension one does."""
+        """Whether this worker reports the weights of its micro-batches; within a tensor-parallel dimension one worker does."""
         assert self.form is not None
         return weighs(self.form.generation, self.rank, self._alike)
 

@@ -53,8 +53,8 @@ def why_not(p: torch.Tensor, *, workers: Sequence[int], alike: int) -> str | Non
 
 
 def counted_here(p: torch.Tensor, first: int = 0) -> bool:
-    """Whether the norm of the gradient includes this piece on this worker. Each element is included on exactly one worker of
-    the replica, also where several have it. first: the first worker that has this layer."""
+    """Whether this worker counts this piece in the norm of the gradient. Each element is counted on exactly one worker of the
+    replica, even if several have it. first: the first worker that has this layer."""
     if not isinstance(p, DTensor):
         return True
     mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
@@ -68,8 +68,8 @@ def counted_here(p: torch.Tensor, first: int = 0) -> bool:
 
 
 def is_spread(tensor: torch.Tensor | None, alike: int) -> bool:
-    """Whether workers with other micro-batches have other parts of it (or sums that are still to be completed). Those
-    that compute the very same may each have a part of their own."""
+    """Whether workers with other micro-batches hold other parts of the parameter, or sums that are still to be completed.
+    Workers that compute exactly the same may each have a part of their own."""
     if not isinstance(tensor, DTensor):
         return False
     mesh = tensor.device_mesh
@@ -85,8 +85,8 @@ def is_spread(tensor: torch.Tensor | None, alike: int) -> bool:
 
 
 def settled(grad: torch.Tensor, placements: tuple[object, ...]) -> torch.Tensor:
-    """A gradient that lies as its parameter does. Autograd may leave it as a sum over the mesh that nobody has completed, such
-    as that of a norm's weight under sequence parallelism: that is completed here, by a collective of the replica."""
+    """The gradient, laid out as its parameter. Autograd may leave it as an incomplete sum over the mesh, such as that of a
+    norm's weight under sequence parallelism: the sum is completed here, by a collective of the replica."""
     if not isinstance(grad, DTensor) or grad.placements == placements:
         return grad
     return grad.redistribute(placements=placements)  # type: ignore[arg-type]

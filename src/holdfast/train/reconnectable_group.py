@@ -27,17 +27,17 @@ Say = Callable[[dict[str, int], int], None]
 
 
 class CollectiveCounts:
-    """How many calls this worker has begun in each group, and where it is to stop.
+    """How many calls this worker has begun in each group, and where it has to stop.
 
     A healthy replica must not leave a collective half done, or its connections could not be used again. Workers that call the
-    same collectives in one order could stop at one number. The stages of a pipeline do not: each has calls of its own, in an order
-    of its own. So every group has a count, and every direction between two workers has one for messages. A place is consistent
-    where all members of each group have begun as many calls of it.
+    same collectives in one order could all stop at one number. The stages of a pipeline do not: each has its own calls, in its
+    own order. So every group has a count, and every direction between two workers has one for messages. A common stopping point
+    is one at which all members of each group have begun the same number of its calls.
 
     The coordinator takes the largest count of each group as its limit. A worker goes on until it has reached all of its limits.
-    It may come to a call that is beyond a limit while others still wait for it in another group. That call is then
-    begun, and told: its group's limit grows, and who already stood goes on. Calls only ever grow in number, and the step
-    has an end, so all come to stand. Then all leave, and not before: until then a limit may still grow.
+    Before that it may come to a call beyond the limit of another group. That call is then begun and reported: its group's limit
+    grows, and workers that had stopped go on. Counts only grow, and the step is finite, so in the end all workers have stopped.
+    Only then do they leave, because until then a limit may still grow.
     """
 
     def __init__(self, is_mine: Callable[[str], bool]) -> None:
@@ -57,14 +57,14 @@ class CollectiveCounts:
         return self._aborted
 
     def renew(self) -> None:
-        """New connections: all counts begin anew."""
+        """Resets all counts, for new connections."""
         with self._news:
             self._aborted = False
             self._begun.clear()
             self._forget()
 
     def abort(self) -> None:
-        """Frees who waits here. Safe from any thread, more than once."""
+        """Frees every thread that waits in `begin`. Safe from any thread, more than once."""
         # The flag comes before the connections are shut: a call that is about to begin checks it under the same
         # lock, so none begins behind the abort and waits for a peer that has left.
         with self._news:
@@ -83,7 +83,8 @@ class CollectiveCounts:
             return dict(self._begun)
 
     def run_to(self, limits: Mapping[str, int], agreement: int, leave: bool) -> None:
-        """So many calls are to begin here, and no more. leave: all have come to stand. From the link's thread."""
+        """Sets the number of calls of each group after which this worker stops. leave: all workers have stopped. Called from
+        the link's thread."""
         with self._news:
             # Messages keep their order, so a later agreement is never followed by an earlier one.
             self._limits, self._agreement, self._leave = limits, agreement, leave
@@ -176,7 +177,7 @@ _Work: Any = dist.Work
 
 
 class MessageWork(_Work):  # type: ignore[misc]
-    """What torch gets for a message. A wait for it is ended by an abort, which gloo's own would not be."""
+    """The Work that torch gets for a message. `abort` ends a wait for it, which would not end a wait for gloo's own."""
 
     def __init__(self, gloo: GlooGroup, work: Any, tensors: Any, called: Any) -> None:
         """tensors: gloo reads or writes them until the message is done. called: as in `ReplicaGroups`."""
@@ -187,7 +188,7 @@ class MessageWork(_Work):  # type: ignore[misc]
         self._error: str | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Until it has come, or has gone.
+        """Waits until the message has been received or sent.
 
         Raises:
             CollectiveFault: a peer is gone, or `abort` was called.
@@ -243,7 +244,8 @@ class SentMessages:
         return message
 
     def complete(self) -> bool:
-        """Whether all have come to their end, which is waited for: both ends of each have begun it."""
+        """Waits until all messages are done, which means that both ends of each have begun it. False: a peer is gone, or
+        `abort` was called."""
         try:
             for message in self._open:
                 message.wait()
@@ -276,13 +278,13 @@ StoreOf = Callable[[str], Any]
 
 
 class ReplicaGroups:
-    """All process groups of one replica, as one of its workers has them.
+    """All process groups of one replica, on one of its workers.
 
     Attributes:
         pool: memory for its collectives.
         counts: how many of them have begun, and where a broken step is left.
         messages: those between two workers that may be on their way.
-        stages: the replica is a pipeline of so many; its workers send each other messages.
+        stages: number of pipeline stages of the replica, whose workers send each other messages.
     """
 
     def __init__(
@@ -329,14 +331,14 @@ class ReplicaGroups:
         dist.init_process_group(BACKEND, store=HashStore(), rank=self.shard_index, world_size=self.size)
 
     def shut(self) -> None:
-        """Torch forgets the groups: `main` is about to be run again."""
+        """Removes the groups from torch, because `main` is about to be run again."""
         self.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._groups.clear()
 
     def add(self, rank: int, size: int, name: str) -> ReconnectableGroup:
-        """One more group, which torch asked for."""
+        """Adds a group that torch asked for."""
         group = ReconnectableGroup(self, rank, size, name)
         self._groups.append(group)
         return group

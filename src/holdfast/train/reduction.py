@@ -32,14 +32,13 @@ CACHE_BLOCK = 1 << 17
 
 
 class Chunk:
-    """What is summed in one collective: parameters of one dtype on one device.
+    """Parameters of one dtype on one device, whose gradients are summed in one collective.
 
     Attributes:
         parameters: in the order in which they lie in memory.
         direct: one large parameter, whose gradient is summed where autograd put it.
-        counts: their gradients add to the norm here.
-        flags: so many numbers go along, after the gradients: one for each parameter that is trained, in the chunk that
-            goes last, and elsewhere none.
+        counts: whether their gradients add to the norm on this worker.
+        flags: how many numbers are sent after the gradients: one for each parameter that is trained, in the chunk that goes last, and none elsewhere.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], like_that: torch.Tensor, counts: bool) -> None:
@@ -158,7 +157,7 @@ class Gradients(Protocol):
 
     @property
     def layout(self) -> int:
-        """Of 24 bits: the same on workers that train the same parameters."""
+        """A 24-bit number that is the same on workers that train the same parameters."""
         ...
 
     fresh: bool
@@ -167,7 +166,7 @@ class Gradients(Protocol):
     """An injected fault: the next bucket to go has a NaN."""
 
     def begin(self) -> None:
-        """Forgets the gradients of the step before."""
+        """Discards the gradients of the previous step."""
         ...
 
     def expect(self, micro_batches: int, rank: int, world: int, idle: int = 0) -> None:
@@ -176,19 +175,19 @@ class Gradients(Protocol):
         ...
 
     def admit(self) -> None:
-        """The first backward pass of the step comes next: what the script has thawed since `begin` is summed, too."""
+        """Call before the step's first backward pass: parameters that the script has thawed since `begin` are summed, too."""
         ...
 
     def before_backward(self, passes: int = 1) -> None:
-        """The next micro-batch's backward pass begins. passes: it has so many, each of a part of the micro-batch."""
+        """Call before the backward pass of each micro-batch. passes: number of passes in which it is computed."""
         ...
 
     def after_backward(self) -> None:
-        """It has ended."""
+        """Call after the backward pass of each micro-batch."""
         ...
 
     def last(self, group: GenerationGroup) -> None:
-        """The next backward pass is the step's last: buckets may go as soon as they are full."""
+        """Call before the step's last backward pass: buckets may be sent as soon as they are full."""
         ...
 
     def seal(self) -> None:
@@ -200,7 +199,7 @@ class Gradients(Protocol):
         ...
 
     def check_sealed(self) -> None:
-        """Raises UsageError where the script has changed a gradient since."""
+        """Raises UsageError if the script has changed a gradient since `seal`."""
         ...
 
     def flush(self, group: GenerationGroup) -> None:
@@ -227,7 +226,7 @@ class Gradients(Protocol):
         ...
 
     def drain(self, group: GenerationGroup) -> None:
-        """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
+        """After an abort: waits until gloo has released the buckets, and allocates new ones in place of those that it keeps."""
         ...
 
     def flip(self) -> None:
@@ -235,7 +234,7 @@ class Gradients(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody sums these gradients any more: the parameters' hooks are taken off."""
+        """Stops summing these gradients: removes the hooks of the parameters."""
         ...
 
 

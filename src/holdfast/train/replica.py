@@ -1,4 +1,4 @@
-"""This worker as a replica: its place in the generation, its state, and how it comes through a fault."""
+"""This worker as a replica: its place in the generation, its state, and how it recovers from a fault."""
 
 from __future__ import annotations
 
@@ -176,10 +176,10 @@ class Replica:
     # ------------------------------------------------------------ membership
 
     def announce(self, micro_batches: int, until: int, samples: str = "") -> None:
-        """Says that this worker is ready, and waits until it is a member.
+        """Reports that this worker is ready, and waits until it is a member.
 
-        micro_batches: in a global batch. until: committed steps after which the script ends. samples: folder of their
-        record; empty: there is none.
+        micro_batches: number of them in a global batch. until: committed steps after which the script ends. samples: folder of
+        their record; empty: there is none.
         """
         self.place.micro_batches = micro_batches
         digest = self.state.digest
@@ -392,12 +392,12 @@ class Replica:
 
     @property
     def committed(self) -> int:
-        """Steps that count here."""
+        """Number of steps whose result this worker holds."""
         return self.state.committed or 0
 
     @property
     def stages(self) -> int:
-        """Of the pipeline that a replica is; 1: it is none."""
+        """Number of pipeline stages of a replica; 1: it is no pipeline."""
         return self.sharding.stages if self.sharding is not None else 1
 
     @property
@@ -406,7 +406,7 @@ class Replica:
         return self.state.buffer_rules.advice
 
     def hand_over(self) -> None:
-        """The script has this worker now, between two steps."""
+        """The script runs code of its own now, between two steps."""
         self._phases.leave()
 
     def take_back(self) -> None:
@@ -433,8 +433,8 @@ class Replica:
         return share
 
     def check(self) -> None:
-        """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
-        leaves it alone, but at a call to the others."""
+        """Raises GenerationBroken when it is useless to go on with this step. In a replica of several workers a worker leaves a
+        step only at a call to the others, together with them."""
         # A worker of a sharded replica that left a step at once would leave the others of its replica inside
         # a collective. It goes on to the next one, where `CollectiveCounts.begin` decides for all.
         if self.sharding is None or self.sharding.groups.aborted:
@@ -442,7 +442,7 @@ class Replica:
 
     @contextmanager
     def backward(self, micro: int, last: bool) -> Iterator[None]:
-        """Around the backward pass of micro-batch `micro`. last: of this worker's in the step."""
+        """A context around the backward pass of micro-batch `micro`. last: it is this worker's last one in the step."""
         self.gradients.before_backward()
         if self.sharding is not None:
             self.sharding.accumulates(not last)
@@ -457,7 +457,7 @@ class Replica:
     def run_schedule(
         self, schedule: Any, args: tuple[Any, ...], target: Any, more: dict[str, Any], micro: int, last: bool
     ) -> float:
-        """Micro-batch `micro`, which the stages of this replica compute together; its loss, on the last stage."""
+        """Computes micro-batch `micro` together with the other stages of this replica. Returns its loss, on the last stage."""
         assert self.sharding is not None
         # No bucket leaves early: a gradient is complete when the last part of the micro-batch has been added.
         self.gradients.before_backward(passes=schedule._n_microbatches)
@@ -497,7 +497,7 @@ class Replica:
         return total
 
     def check_update(self, step: int, **used: Any) -> None:
-        """Before a step is reduced. used: what its update will use, as in `UsedState.check`.
+        """Checks what the update will use, before the step is reduced. used: as in `UsedState.check`.
 
         Raises:
             UsageError: something of that is not protected, or a gradient was changed after its backward pass.
@@ -541,7 +541,7 @@ class Replica:
         return total if total >= 0 else math.nan
 
     def reduce_buffers(self) -> None:
-        """What forward passes made of buffers is summed as well, once the gradient is known to be of use."""
+        """Sums what forward passes changed in buffers, once it is known that the gradient can be used."""
         self.state.buffer_rules.reduce(self._group)
 
     def vote(self, step: int) -> None:
@@ -570,7 +570,7 @@ class Replica:
     # ------------------------------------------------------------ a step's update
 
     def begin_update(self, step: int) -> None:
-        """The state is about to change, as it may."""
+        """Notes that the state is about to change, as it may now."""
         self.enter(Phase.UPDATE, step)
         self.state.before_update()
 
@@ -579,7 +579,8 @@ class Replica:
         return self.state.updating(scheduler, skipped)
 
     def end_update(self, step: CommittedStep, resolved: bool = False) -> None:
-        """A step counts: notes that, and tells the agent now and then. resolved: that was decided after a fault."""
+        """Counts the step as committed, and reports it to the agent, though not every time. resolved: it was decided after a
+        fault."""
         self.state.buffer_rules.keep()
         # From here on this worker holds the state after the step. It must be noted before anything can raise (a fault that
         # is injected at this phase does): what is reported on quiescing would otherwise be a state that is gone.
@@ -605,7 +606,7 @@ class Replica:
         return put_aside(self.state, self.device)
 
     def disagree(self, step: int, micro: int, digests: Mapping[int, int]) -> None:
-        """Says that a micro-batch which several workers computed has not the same gradient. digests: by rank."""
+        """Reports that several workers computed different gradients of one micro-batch. digests: by rank."""
         generation, members = self.place.generation, self.place.members
         by_worker = {members[rank].worker: digest for rank, digest in digests.items()}
         self.link.send(m.GradientsDiffer(generation=generation, step=step, micro=micro, digests=by_worker))
@@ -669,8 +670,8 @@ class Replica:
     # ------------------------------------------------------------ a fault
 
     def half_made(self, error: Exception) -> bool:
-        """Whether the script's own error struck in the first forward pass of sharded modules, which make ready what they need
-        there. Another attempt would find them half made, and fail with an error that hides this one."""
+        """Whether the script's own error occurred in the first forward pass of sharded modules, in which they initialize
+        themselves. Another attempt would find them half initialized, and fail with an error that hides this one."""
         return (
             self.sharding is not None
             and not self._has_committed
@@ -679,7 +680,7 @@ class Replica:
         )
 
     def recover(self, step: Transaction, error: Exception) -> bool:
-        """A step raised. Decides with the others what becomes of it; returns when training can go on."""
+        """Handles an error within a step: resolves the step together with the other members. Returns when training can go on."""
         # A job of one has nobody to recover with: the script's error is the script's.
         if self._alone:
             return False
@@ -742,7 +743,7 @@ class Replica:
     # ------------------------------------------------------------ the end
 
     def done(self, stopped: bool) -> None:
-        """All steps are done: says what this worker ends with."""
+        """Reports with which state this worker ends, after its last step."""
         self.state.snapshots.close()
         if self.link.failed:
             return

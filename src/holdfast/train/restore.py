@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StateRestorer:
-    """Brings the state of a generation's start into the protected objects, as the coordinator says."""
+    """Restores the state of a generation's start into the protected objects, from the source that the coordinator names."""
 
     def __init__(
         self, link: Link, objects: state_image.Protected, sharding: Sharding | None, constants: Constants
@@ -52,11 +52,11 @@ class StateRestorer:
         self._constants = constants
 
     def restore(self, form: m.JoinGeneration) -> int:
-        """Returns the bytes that came.
+        """Restores the state. Returns the number of bytes that were transferred.
 
         Raises:
-            CollectiveFault: it could not be had from there; another generation tries again.
-            UsageError: a durable tier has it, and it is of other objects.
+            CollectiveFault: the source could not deliver it; another generation tries again.
+            UsageError: the state in a durable tier is of other objects.
             StateLost: that checkpoint is damaged.
             GenerationBroken: the generation broke meanwhile.
         """

@@ -42,9 +42,9 @@ PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def settle(log: str) -> None:
-    """Before anything of the script's runs: gives this process the output, the signals and the names of a new one.
+    """Gives this process the output, the signals and the names of a new one, before any code of the script runs.
 
-    log: path of the file that its output is appended to.
+    log: path of the file to which its output is appended.
     """
     # Straight into the worker's log, so that no last word is lost with a pipe. The streams are those that Python has made
     # at the start of this process's ancestor, by PYTHONIOENCODING and the locale, and they keep nothing back.
@@ -117,8 +117,7 @@ def _code(path: str) -> CodeType:
 
 
 def from_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that started the script. One that began in Holdfast's own files would send a reader to
-    the wrong place."""
+    """A traceback without the frames of Holdfast that started the script, which would send a reader to the wrong place."""
     hidden = (_HERE, "<frozen runpy>")
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename in hidden:

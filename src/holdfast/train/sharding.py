@@ -210,13 +210,14 @@ class Sharding:
             dist.all_reduce(tensor, group=self._data.get_group())
 
     def accumulates(self, on: bool) -> None:
-        """Another micro-batch follows the next backward pass, or none: models that keep their parameters whole after the
-        forward pass (reshard_after_forward=False) keep them until then, and gather them once for all micro-batches."""
+        """Tells models whether another micro-batch follows the next backward pass: those that keep their parameters whole after
+        the forward pass (reshard_after_forward=False) keep them until the last one, and gather them once for all
+        micro-batches."""
         for group in self._kept_whole:
             group.reshard_after_backward = not on
 
     def reset(self) -> None:
-        """After a step that was left in the middle: the wrappers begin anew."""
+        """Resets the wrappers after a step that was left in the middle."""
         for model in self._models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -267,11 +268,11 @@ def known_to_torch() -> bool:
 
 
 class Pipelines:
-    """The schedules of a script, and which of them are ready for another micro-batch.
+    """The pipeline schedules of a script, and which of them are ready for another micro-batch.
 
-    The stages of a pipeline compute a micro-batch together, by a schedule of torch.distributed.pipelining. A schedule agrees with its
-    peers on shapes when it runs first, by messages. A newcomer would wait for them, and those who trained before it would not send them
-    again. So stages say their shapes here, and each is made ready alone, by itself.
+    The stages of a pipeline compute a micro-batch together, by a schedule of torch.distributed.pipelining. When a schedule runs
+    for the first time, its stages exchange messages to agree on shapes. A newcomer would wait for messages that the others have
+    sent long ago. So stages record their shapes here, and each is prepared without messages.
     """
 
     def __init__(self) -> None:
