@@ -30,7 +30,7 @@ coordinator wait for gets its turn ten times sooner than by default."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of what is the node's own. All else an agent reads in its job's folder."""
+    """The parser of the arguments that are the node's own. Everything else an agent reads in its job's folder."""
     made = argparse.ArgumentParser(prog="holdfast.agent")
     made.add_argument("--node", required=True)
     made.add_argument("--job-dir", type=Path, required=True)

@@ -77,7 +77,7 @@ class AgentConfig:
 
 
 class Agent:
-    """One node's agent. `run` returns when the job is over or the agent is an orphan."""
+    """One node's agent. `run` returns when the job is over, or when the agent has been without a coordinator for too long."""
 
     def __init__(self, config: AgentConfig, zygote: Zygote | None = None) -> None:
         self._config = config

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodeChecks:
-    """Runs checks of one node, one request after the other. Two at a time would measure each other's load."""
+    """Runs checks of one node, one request after the other: two at the same time would measure each other's load."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class NodeChecks:
         self._under_way: set[int] = set()
 
     async def before_joining(self) -> tuple[CheckResult, ...]:
-        """The basic checks. Deep ones come when the core asks for them: it does not use a node before they are over."""
+        """Runs the basic checks. The core orders the deep ones, and does not use the node before they are done."""
         return await asyncio.to_thread(run_basic, self._needs)
 
     async def answer(self, order: m.RunChecks) -> None:

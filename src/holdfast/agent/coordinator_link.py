@@ -1,7 +1,7 @@
-"""The agent's connection to the coordinator: one WebSocket, built again whenever it breaks; and the port at which whoever started the
-node may ask whether it has one.
+"""The agent's connection to the coordinator: one WebSocket, which is opened again whenever it breaks. Also the port at which
+the node's launcher may ask whether the node has a coordinator.
 
-While there is no coordinator, messages wait here with the time of their arrival; training does not.
+While there is no coordinator, messages wait here with the time of their arrival, and training goes on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ANSWER_BEATS = 4
 
 
 def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
-    """Makes the kernel end the connection when the other machine's kernel is silent for this long. A process there that
+    """Makes the kernel close the connection when the other machine's kernel has been silent for this long. A process there that
     is only busy does not count as gone."""
     raw = websocket.get_extra_info("socket")
     if raw is not None:
@@ -65,7 +65,8 @@ _LAST_ACK_AT = 56
 
 
 def unheard_s(websocket: aiohttp.ClientWebSocketResponse) -> float | None:
-    """For how long the other machine's kernel has said nothing, not even that it has what was sent; None: this kernel does not tell."""
+    """Seconds for which the other machine's kernel has sent nothing, not even an acknowledgement; None: this kernel does not
+    tell."""
     raw = websocket.get_extra_info("socket")
     if raw is None:
         return None
@@ -77,7 +78,7 @@ def unheard_s(websocket: aiohttp.ClientWebSocketResponse) -> float | None:
 
 
 class CoordinatorLink:
-    """Connects, says hello, passes messages both ways, and does so again until closed."""
+    """Connects to the coordinator, says hello, and passes messages both ways; repeats that until it is closed."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class CoordinatorLink:
         self._reported = False
 
     def send(self, message: m.AgentMessage) -> None:
-        """Sends as soon as there is a coordinator."""
+        """Queues a message, which is sent as soon as there is a coordinator."""
         self._outbox.put(message, time.monotonic())
         # Before the event that wakes the sender: `flushed` must never return with this message still in the
         # queue.
@@ -127,25 +128,25 @@ class CoordinatorLink:
         self._news.set()
 
     async def flushed(self) -> None:
-        """Waits until everything was handed to the kernel."""
+        """Waits until everything is handed to the kernel."""
         await self._idle.wait()
 
     def hearing(self) -> Hearing:
-        """Whether there is a connection now. May be called from any thread."""
+        """Whether there is a connection now. Safe from any thread."""
         lost_s = self._lost_s
         return Hearing(term=self.term, missing_s=None if lost_s is None else time.monotonic() - lost_s)
 
     def told(self, where: Whereabouts) -> None:
-        """Somebody who knows the token says where a coordinator may be."""
+        """Takes the address at which a coordinator may be, from a caller that knows the token."""
         self._lookup.told(where)
 
     @property
     def patience_s(self) -> float:
-        """How long it looks for a coordinator before it gives up."""
+        """Seconds for which it looks for a coordinator before it gives up."""
         return self._orphan_s if self.joined.is_set() else self._join_s
 
     def go_silent(self) -> None:
-        """Injected fault: sends and reads nothing any more, and closes nothing."""
+        """An injected fault: stops sending and reading, but closes nothing."""
         self._silent = True
 
     async def run(self) -> None:
@@ -451,11 +452,12 @@ class Letter(NamedTuple):
 
 
 class Outbox:
-    """A queue of bounded length, oldest first. Whoever sends takes a letter out, and then says `sent`, or puts back what could not be sent:
-    so a letter that is under way is not among those that may be dropped.
+    """A queue of bounded length for the agent's messages to the coordinator, oldest first. The sender takes a letter out, and
+    then calls `sent`, or puts it back if it could not be sent: so a letter that is being sent is not among those that may be
+    dropped.
 
-    The messages that an agent has for the coordinator. While there is no coordinator everything waits here with the time of its arrival.
-    A full queue has to lose something, so it chooses what: never the newest, and nothing that counts while there is something else.
+    While there is no coordinator everything waits here with the time of its arrival. A full queue has to drop something: never
+    the newest message, and none that counts while there is another one.
     """
 
     def __init__(self, kept: int = KEPT_MESSAGES, repeated: int = REPEATED) -> None:

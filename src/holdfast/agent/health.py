@@ -49,10 +49,10 @@ _T = TypeVar("_T")
 
 
 class HealthWatcher:
-    """Looks after one node. `send` gets what is to be told to the coordinator.
+    """Watches the health of one node. `send` gets the messages to the coordinator.
 
-    folder: the node's own, for what it remembers, the log that stands in for the kernel's (`kmsg`) and the stand-in for
-    its machine. shared: several nodes are on this machine, so what it has concerns all of them and none is to blame.
+    folder: the node's own, for its records, the log that stands in for the kernel's (`kmsg`) and the stand-in for its machine.
+    shared: several nodes are on this machine, so its faults concern all of them and are attributed to none.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HealthWatcher:
         self._stamps: dict[str, tuple[int, int] | None] = {}
 
     async def start(self) -> None:
-        """Begins to watch."""
+        """Starts watching."""
         # With --no-health there is not even a thread.
         if not self._spec.watch:
             return
@@ -107,7 +107,7 @@ class HealthWatcher:
         self._look_after()
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Stops watching."""
         for timer in (self._timer, self._watchdog, self._telling):
             if timer is not None:
                 timer.cancel()
@@ -133,7 +133,7 @@ class HealthWatcher:
         return kernel.union(*(poller.sources for poller in self._pollers))
 
     async def stand_in(self, machine: MachineRoot) -> None:
-        """Watches the stand-in for this node's machine from now on like a real one; returns when it was read once."""
+        """Watches the stand-in for this node's machine from now on, like a real machine. Returns when it was read once."""
         if self._standing_in is None and self._spec.watch:
             self._standing_in = self._poller(shared=False)
             self._standing_in.add(await asyncio.to_thread(machine_sources, machine))
@@ -252,7 +252,7 @@ class HealthWatcher:
     # ------------------------------------------------------------ workers' logs
 
     def trains(self, worker: str, rank: int, log: Path) -> None:
-        """A worker begins to train, or does so again."""
+        """Notes that a worker begins to train, for the first time or again."""
         self._rule_engine.on_training_started(worker, rank, time.monotonic())
         if worker not in self._logs:
             self._logs[worker] = LogTail(log, worker)
@@ -260,12 +260,12 @@ class HealthWatcher:
         self._plan()
 
     def pauses(self, worker: str) -> None:
-        """It does not train for now."""
+        """Notes that a worker does not train for now."""
         self._rule_engine.on_training_paused(worker)
         self._plan()
 
     def gone(self, worker: str) -> None:
-        """Its process has ended; what it wrote last is still read."""
+        """Notes that a worker's process has ended. What it wrote last is still read."""
         tail = self._logs.pop(worker, None)
         if tail is not None:
             # Its last lines often have the cause of its end, and its events may not have come yet.
@@ -415,10 +415,10 @@ GATHER_S = 1.0
 
 
 class Figures:
-    """Tells the coordinator now and then the newest readings of a node that are figures for people. Readings come on the threads that read;
-    `later` and `send` belong to the agent's loop.
+    """Sends the coordinator the newest readings of a node that are shown to people as figures. Readings come on the threads
+    that read them; `later` and `send` belong to the agent's loop.
 
-    Nothing is sent by a clock: a round of readings is what wakes this, and rounds are 30 seconds apart or more.
+    Nothing is sent by a timer: a round of readings triggers it, and rounds are at least 30 seconds apart.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What this node keeps of the coordinator's ledger, for a coordinator that begins on another machine.
+"""The node's copy of the coordinator's ledger, for a coordinator that starts on another machine.
 
-Two files: a base, which is a complete copy, and the batches that were written since. Each begins a record with a mark and a
-length. What is in them is the coordinators' own affair: an agent only keeps and returns it.
+Two files: a base, which is a complete copy, and the batches that were written since. Each record begins with a mark and a
+length. An agent does not interpret what is in them: it only keeps and returns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_WAITING = 4096
 
 
 class LedgerCopy:
-    """The copy in a folder. `run` writes what `keep` was given; a copy that has a gap is given up, and never sent."""
+    """The copy in a folder. `run` writes what was passed to `keep`. A copy with a gap is discarded and never sent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,7 +38,7 @@ class LedgerCopy:
         """How far it goes: what is in the files."""
 
     def keep(self, part: m.KeepLedger) -> None:
-        """Takes a part in, in the order of the coordinator's words."""
+        """Adds a part, in the order in which the coordinator sent it."""
         try:
             self._waiting.put_nowait(part)
         except asyncio.QueueFull:

@@ -1,4 +1,5 @@
-"""One worker as its agent sees it: process, socket, progress record, output, whether it makes progress, and what it leaves behind."""
+"""One worker from the point of view of its agent: process, socket, progress record, output, whether it makes progress, and the
+processes that it leaves behind."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ LOOK_S = 0.1
 class WorkerProcess:
     """Owns one worker's process until it has ended and its output is read.
 
-    `on_message` gets every message, `stalled` a view when it stands still, `reaped` its number and code at once when it
-    has ended, `exited` its end when all that it left is read.
+    `on_message` gets every message, `stalled` a view when the worker makes no progress, `reaped` its number and exit code at
+    once when it has ended, `exited` its end when everything that it left is read.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class WorkerProcess:
     # ------------------------------------------------------------ to the worker
 
     def tell(self, message: m.ToWorker) -> None:
-        """Sends a message; notes what a restarted coordinator will ask about."""
+        """Sends a message, and records what a coordinator that takes over will ask about."""
         if isinstance(message, m.JoinGeneration):
             # Never backwards: the hello tells a restarted coordinator the newest generation that this worker
             # was sent into.
@@ -250,8 +251,8 @@ class WorkerProcess:
     # ------------------------------------------------------------ standing still
 
     async def ask_where(self) -> Groups | None:
-        """Asks a script that does not know of Holdfast where it is in its collectives. None: it did not answer in time, or
-        does not know."""
+        """Asks a script that does not know of Holdfast for its position in its collectives. None: it did not answer in time, or
+        cannot tell."""
         self._groups = None
         self._asked += 1
         self._answered.clear()
@@ -397,14 +398,15 @@ def cpu_s(pid: int) -> float:
 
 
 class Standstill:
-    """How long nothing of a worker moved, less what it waited for a processor meanwhile: on a machine with other work a healthy one
-    may wait for a second."""
+    """Seconds without any progress of a worker, less the time in which it waited for a processor: on a machine with other work
+    a healthy worker may wait for a second."""
 
     def __init__(self) -> None:
         self._beat_s = self._waited_s = self._waited_before_s = 0.0
 
     def idle_s(self, beat_s: float, waited_s: float, now: float) -> float:
-        """beat_s: when it last moved; 0: never. waited_s: for a processor, in all its life."""
+        """beat_s: when the worker last made progress; 0: never. waited_s: seconds that it waited for a processor since its
+        start."""
         if beat_s != self._beat_s:
             # Of the look before, which was before it moved: rather a bit too much than a healthy worker ended.
             self._beat_s, self._waited_before_s = beat_s, self._waited_s
@@ -456,13 +458,13 @@ class _Left(NamedTuple):
 
 
 class Leftovers:
-    """Processes that ended workers started and did not wait for. They hold ports and devices that the next attempt needs. So they are ended
-    with a worker that failed; those of one that has done its work may still be at something, and are ended before the next worker starts
-    here, or with the job.
+    """Processes that ended workers had started and did not wait for. They hold ports and devices that the next attempt needs.
+    So those of a worker that failed are ended with it; those of a worker that finished may still be at work, and are ended
+    before the next worker starts here, or with the job.
 
-    The agent is their reaper: the kernel makes it the parent of every process whose own parent ends. A worker leads a session of its
-    own, which its children belong to unless one leaves it on purpose (`setsid`, as daemons do): that one is the user's, and is left
-    alone.
+    The agent reaps them: the kernel makes it the parent of every process whose own parent ends. A worker leads a session of its
+    own, to which its children belong unless one leaves it on purpose (`setsid`, as daemons do): that one is the user's, and is
+    left alone.
     """
 
     def __init__(self) -> None:
@@ -481,7 +483,7 @@ class Leftovers:
         self.look()
 
     def look(self) -> None:
-        """After each SIGCHLD: reaps what has ended, ends what is to end, and forgets sessions of which nothing is left."""
+        """Call after each SIGCHLD: reaps what has ended, ends what is due, and forgets sessions that are empty."""
         if not self._sessions:
             return
         left = self._find()

@@ -1,7 +1,7 @@
-"""The node's snapshot memory at work: slots for its workers, copies for and from other nodes, durable tiers.
+"""The node's snapshot memory: slots for its workers, copies for and from other nodes, writing to durable tiers.
 
-Whatever takes long (checksums, transfers, writes) runs in a few threads; the agent's loop only starts it and tells
-the coordinator how it ended.
+Whatever takes long (checksums, transfers, writes) runs in a few threads; the agent's loop only starts it and reports to the
+coordinator how it ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class SnapshotKeeper:
-    """Owns the node's slots, the server that shows them, and the threads that work on them."""
+    """Owns the node's slots, the server that serves them to other nodes, and the threads that work on them."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SnapshotKeeper:
         return self._server.name
 
     def copies(self) -> tuple[Copy, ...]:
-        """What is held here."""
+        """The shards that are held here."""
         return tuple(_copy_of(s) for s in self.pool.held())
 
     async def close(self, gives_back: bool = True) -> None:
@@ -150,7 +150,7 @@ class SnapshotKeeper:
     # ------------------------------------------------------------ this node's workers
 
     def expect(self, message: m.SnapshotExpected) -> None:
-        """A worker will save a shard of this size: its memory is brought in while training goes on."""
+        """Prepares memory for a shard of this size, which a worker will save, while training goes on."""
         self._prepare(message.rank, message.nbytes)
 
     def _prepare(self, rank: int, nbytes: int) -> None:
@@ -213,7 +213,7 @@ class SnapshotKeeper:
                     await freed.wait()
 
     def complete(self, step: int, kept: int | None) -> None:
-        """A snapshot is complete: there may be room for those who wait."""
+        """Notes that a snapshot is complete, which may make room for workers that wait for a slot."""
         self.pool.snapshot_complete(step, kept)
         self._has_freed()
 
@@ -229,7 +229,7 @@ class SnapshotKeeper:
         self._freed = asyncio.Event()
 
     async def slot_filled(self, worker: str, message: m.SlotFilled) -> None:
-        """The copy is complete: from now on it counts, whatever becomes of the worker."""
+        """Notes that a worker's copy is complete: it counts from now on, even if the worker is lost."""
         key, slot, began_s = self._filling.get(worker, (None, None, 0.0))
         if slot is None or key != message.key:
             return
@@ -259,7 +259,7 @@ class SnapshotKeeper:
         return tuple(key for key, whose in self._summing.items() if worker in (None, whose))
 
     async def copied(self, worker: str) -> None:
-        """Waits until the copy that a worker is at is complete, or given up."""
+        """Waits until the copy that a worker is making is complete or given up."""
         if (begun := self._begun.get(worker)) is not None:
             await begun.wait()
 
@@ -269,7 +269,7 @@ class SnapshotKeeper:
             begun.set()
 
     def gone(self, worker: str) -> None:
-        """A worker ended: what it had not finished does not count."""
+        """Drops the unfinished copy of a worker that ended."""
         if (key := self._asked.get(worker)) is not None:
             self._copied(worker, key)
         self._asked.pop(worker, None)
@@ -281,7 +281,7 @@ class SnapshotKeeper:
     # ------------------------------------------------------------ the coordinator's wishes
 
     async def replicate(self, order: m.Replicate) -> None:
-        """Keeps a copy of another node's shard."""
+        """Fetches a copy of another node's shard and keeps it."""
         key, part = order.copy.key, order.copy.shard.head
         # Compared by the checksum of the head too: a step that was computed again after a fault has the same
         # number and may have other bytes.
@@ -313,7 +313,7 @@ class SnapshotKeeper:
             self._pulls.discard(pull)
 
     def store(self, order: m.StoreShard) -> Coroutine[None, None, None]:
-        """Writes a shard to a durable tier. The slot is held from this call on, before it could be used again."""
+        """Writes a shard to a durable tier. Its slot is held from this call on, so that it cannot be reused before."""
         held = ExitStack()
         try:
             # In the same turn of the loop as the order. A slot that is only marked when the thread begins
@@ -391,7 +391,7 @@ class SnapshotKeeper:
             yield piece
 
     async def publish(self, order: m.Publish) -> None:
-        """The checkpoint exists from now on; what need not be kept goes."""
+        """Writes the manifest of a checkpoint, which makes it exist, and removes checkpoints that need not be kept."""
         tier = order.tier
         error: str | None = None
         try:
@@ -424,13 +424,13 @@ class SnapshotKeeper:
     # ------------------------------------------------------------ what lies there
 
     async def watch(self) -> None:
-        """Reads what is held again and again, until cancelled; the clock is the event."""
+        """Reads the held shards again and again, until cancelled, to find corrupted ones."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look_through()
 
     async def look_through(self) -> None:
-        """Reads every sealed slot, while there is nothing else to do. What went bad counts no more: the coordinator
+        """Reads every sealed slot while there is nothing else to do. A corrupted shard does not count any more: the coordinator
         has it copied anew from another holder."""
         for key in [slot.key for slot in self.pool.held()]:
             # Reading competes with training for the bandwidth of the memory, so it gives way to anything

@@ -1,4 +1,4 @@
-"""Reads the machine's sources on a thread of their own, as seldom as they allow, and judges what they say."""
+"""Reads the machine's sources on a thread of their own, as seldom as they allow, and applies rules to the readings."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Poller:
         self._read_all.wait(within_s if self._polled else 0.0)
 
     def use(self, rules: Iterable[Rule]) -> None:
-        """Other rules from now on."""
+        """Replaces the rules."""
         with self._lock:
             self._rule_engine.set_rules(rules)
 

@@ -1,4 +1,4 @@
-"""Warm processes: asked of the zygote ahead of need, handed out in the moment of need."""
+"""Warm processes: forked by the zygote ahead of need, and handed out when a worker has to start."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class LogFollower:
         self._offsets: dict[Path, int] = {}
 
     def follow(self, path: Path) -> None:
-        """Follows this file from now on, where it was left."""
+        """Follows this file from now on, from where it was left."""
         if path == self._path:
             return
         if self._watch is not None:
@@ -56,7 +56,7 @@ class LogFollower:
         self._copy()
 
     def leave(self, path: Path) -> None:
-        """Follows this file no longer, if it is the one. What it has so far is printed."""
+        """Stops following this file, if it is the one. What it has so far is printed."""
         if path != self._path:
             return
         self._copy()
