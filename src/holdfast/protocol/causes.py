@@ -1,7 +1,7 @@
 """Why something was lost or broke: one frozen struct for each cause, with its kind and its wording.
 
-Code asks for a cause's `kind` or its type and never reads its words, so a new wording changes no metric, rate or decision.
-There is no default kind: a cause that nobody classified cannot be made.
+Code compares a cause's type or `kind` and never reads its words, so another wording changes no metric, rate or decision. There
+is no default kind: a cause that nobody classified cannot be made.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class NodeSilent(_Cause, frozen=True):
 
 
 class ContainerOutOfMemory(_Cause, frozen=True):
-    """The kernel killed all processes of a node, its agent among them: the engine says so, for nobody else is left to."""
+    """The kernel killed all processes of a node, its agent included, because its container ran out of memory. The engine
+    reports it, since nobody else on the node is left."""
 
     KIND = CauseKind.NODE
 
@@ -99,7 +100,7 @@ class ContainerOutOfMemory(_Cause, frozen=True):
 
 
 class PlaceLost(_Cause, frozen=True):
-    """Several nodes that stand in one place were lost together: not they, but what they share."""
+    """Several nodes in one place were lost together: the fault is in what they share, not in them."""
 
     KIND = CauseKind.NODE
 
@@ -348,7 +349,7 @@ class CoordinatorLost(_Cause, frozen=True):
 
 
 class StateUnread(_Cause, frozen=True):
-    """A worker could not read the state that training was to go on from. Nothing was lost by it: the state of before is read
+    """A worker could not read the state from which training was to resume. Nothing is lost by it: the previous state is read
     again, or an older one."""
 
     KIND = CauseKind.STATE

@@ -131,7 +131,7 @@ _KINDS = frozenset(
 
 
 class NodeAvailable(msgspec.Struct, frozen=True, tag="node-available"):
-    """There are nodes to be had again: what the job lacks is asked for now."""
+    """The engine has nodes again. The job requests at once what it lacks."""
 
 
 class NodeUnavailable(msgspec.Struct, frozen=True, tag="node-unavailable"):
@@ -142,7 +142,7 @@ class NodeUnavailable(msgspec.Struct, frozen=True, tag="node-unavailable"):
 
 # A notice and no order: the core decides at which step the node leaves, and uses the time that it is given.
 class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
-    """A node is to leave: it is given up at a step's edge, for another where there is one."""
+    """A node is about to leave. It is given up between two steps, for another one if there is one."""
 
     node: str
     reason: str
@@ -153,7 +153,7 @@ class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
-    """A node does not belong to the job any more. If it lives on unreached, it is turned away when it comes back."""
+    """A node does not belong to the job any more. If it is alive but was not reachable, it is refused when it comes back."""
 
     node: str
     reason: str
@@ -195,7 +195,7 @@ class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
 
 # Only told: the end itself comes as a capacity of 0 or as a request to stop, which may also never come.
 class JobGoing(msgspec.Struct, frozen=True, tag="job-going"):
-    """The job will be ended. Nothing is decided by it: the scripts hear of it."""
+    """The job will be ended. Nothing is decided on it: the scripts get a notice."""
 
     reason: str
     within_s: float | None
@@ -204,7 +204,8 @@ class JobGoing(msgspec.Struct, frozen=True, tag="job-going"):
 
 
 class EngineTraits(msgspec.Struct, frozen=True, tag="engine-traits"):
-    """How the engine differs from others, where that changes what is decided. It says so to every coordinator that starts."""
+    """How the engine differs from others, as far as decisions depend on it. The engine sends it to every coordinator that
+    starts."""
 
     watches_boots: bool = False
     """What becomes of a node that it was ordered to boot is its own affair: it may give it to others, so the job does not

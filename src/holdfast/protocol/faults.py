@@ -167,7 +167,7 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def check_watched(spec: FaultSpec, watch: bool) -> None:
-    """A fault of a machine that nobody watches is none. Raises UsageError."""
+    """Raises UsageError for a fault of a machine if health is not watched: nobody would notice the fault."""
     if spec.kind in MACHINE_FAULTS and not watch:
         raise UsageError(
             f"--fault {str(spec)!r}: faults of a machine are found by the health rules, which --no-health turns off; "

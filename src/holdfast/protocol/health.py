@@ -15,7 +15,7 @@ EVIDENCE_CHARS = 400
 # Three values, because a sensor that cannot be read is the usual case on some machines. As "healthy" it would
 # hide faults, as "faulty" it would empty the cluster.
 class Condition(StrEnum):
-    """What is known of the thing that a rule or check looks at. Unknown is neither healthy nor faulty."""
+    """What is known of the thing that a rule or check examines. Unknown is neither healthy nor faulty."""
 
     HEALTHY = "healthy"
     FAULTY = "faulty"
@@ -28,7 +28,7 @@ machines apart within a job, and nothing is kept under it for other jobs."""
 
 
 class Severity(StrEnum):
-    """How bad it is for the job. fatal: what runs on the device or node now is lost, or cannot be trusted."""
+    """How bad a finding is for the job. fatal: what runs on the device or node now is lost, or cannot be trusted."""
 
     INFO = "info"
     WARNING = "warning"
@@ -78,7 +78,7 @@ def remedy_text(remedy: str) -> str:
 
 
 def acts_on_node(remedy: Remedy) -> bool:
-    """It takes a node out of the job, if only for a while."""
+    """Whether a remedy takes a node out of the job, at least for a while."""
     # Restarting a worker does not take the node away, so neither the limits on nodes nor the budget of
     # repairs count it.
     return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
@@ -243,7 +243,7 @@ class PairFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class CheckNews(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run of checks is."""
+    """The progress of a run of checks."""
 
     id: int
     version: int

@@ -1,4 +1,4 @@
-"""What a job is asked to be: fixed at its start, the same for launcher, coordinator and agents."""
+"""The specification of a job: fixed at its start, the same for launcher, coordinator and agents."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Durable(msgspec.Struct, frozen=True):
 # All candidates and not only the newest: a checkpoint can prove to be damaged when it is read, and then
 # nobody lists the tiers again in the middle of a fault.
 class Resume(msgspec.Struct, frozen=True):
-    """What a start found in the durable tiers."""
+    """The checkpoints that a start found in the durable tiers."""
 
     checkpoints: tuple[Durable, ...] = ()
     """Newest first, each to be taken if those before it prove to be damaged."""

@@ -11,7 +11,7 @@ from holdfast.protocol.options import Option
 
 @dataclass(frozen=True)
 class Timing:
-    """The two knobs, and every time-out that follows from them. All in seconds."""
+    """The two timing options, and every time-out that follows from them. All in seconds."""
 
     detection_s: Annotated[
         float,

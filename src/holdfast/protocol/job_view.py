@@ -1,11 +1,12 @@
-"""A job as its coordinator shows it: one value for the terminal, the page, the operator, and `holdfast status --json`.
+"""The status of a job as its coordinator sends it: one value for the terminal, the page, the operator, and `holdfast status
+--json`.
 
-It is sent to those who watch whole once, and then only as what has changed. It is as large as the job, and nearly all of it
-stays the same from one look to the next: what moves with every step is one number that all members share. So a row of a worker
-leaves its `step` out where it is that number.
+A watcher gets the complete view once, and then only what has changed. The view is as large as the job, and nearly all of it
+stays the same from one update to the next. What changes with every step is one number that all members share, so the row of a
+worker leaves its `step` out where it is that number.
 
-Unknown is None, and durations are in seconds. All fields of the head have defaults, so that a view of another version is read:
-a field that is new there is ignored, and one that is missing is unknown.
+Unknown is None, and durations are in seconds. All fields of the head have defaults, so that a view of another version can be
+read: a field that is new there is ignored, and one that is missing is unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COMMON = -1
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast the job gets on, by wall time."""
+    """How fast the job makes progress, by wall time."""
 
     steps_per_s: float | None = None
     """Steps that stayed, see `pace.steps_per_s`."""
@@ -78,7 +79,7 @@ class Goodput(TimeShares, frozen=True, kw_only=True):
 
 
 class HealthView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job knows of machines."""
+    """The health of machines, as far as the job knows it."""
 
     asks: list[Ask] = []
     quarantine: dict[str, str] = {}
@@ -121,7 +122,8 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RootCauseView(msgspec.Struct, frozen=True, kw_only=True):
-    """What is printed last: the first failing rank, its node, the cause, the last lines and the log."""
+    """Why the job failed, which is printed last: the cause, the first rank that failed, its node, the last lines of its log,
+    and the log's path."""
 
     cause: str
     """In words."""
@@ -170,7 +172,7 @@ class SavingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A node; what is not so is not written."""
+    """A node. Fields that do not apply are left out."""
 
     node: str
     host: str
@@ -268,7 +270,7 @@ class _Whole(JobView, frozen=True, kw_only=True):
 
 
 class ReceivedView:
-    """The view that one connection has been sent, put together by whoever listens to it."""
+    """The view that one connection has received so far, for its receiver."""
 
     def __init__(self, unreadable: str = "a status", error: type[Exception] = ProtocolError) -> None:
         """unreadable, error: what is raised where what was sent cannot be read."""

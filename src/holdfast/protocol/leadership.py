@@ -1,8 +1,9 @@
-"""Who is the job's coordinator, where several machines could be: terms, numbered upward.
+"""Which machine has the job's coordinator: terms, numbered upward.
 
-A term is claimed by creating `claims/NUMBER` in the job's folder, which only one can. Whoever holds an older term than
-the newest is superseded: it must not send or write anything any more. A shared folder has no event for other machines'
-files, so the holder looks every `LOOK_S`, and a successor waits for `GRACE_S` before it reads what the other left.
+A term is claimed by creating `claims/NUMBER` in the job's folder, at which only one process can succeed. The holder of a term
+that is not the newest is superseded: it must not send or write anything any more. A shared folder has no events for other
+machines' files, so the holder looks every `LOOK_S` seconds, and a successor waits `GRACE_S` seconds before it reads what its
+predecessor left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The events of a job's ledger: one frozen struct for each kind.
 
-A kind never changes its meaning, and its fields never change theirs: a kind gains a field with a default, or another kind
-begins. So every version reads what older ones wrote, and shows what later ones wrote as it is.
+The meaning of a kind and of its fields never changes: a kind gains a field with a default, or a new kind is added. So every
+version can read what older ones wrote, and shows what newer ones wrote as it is.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class Verdict(LedgerEvent, frozen=True, kw_only=True):
 
 
 class Storm(LedgerEvent, frozen=True, kw_only=True):
-    """Many nodes match one rule at once: it is none of theirs."""
+    """Many nodes match one rule at once, so the fault is not theirs."""
 
     rule: str
     """The rule's name."""
@@ -366,7 +366,7 @@ class Storm(LedgerEvent, frozen=True, kw_only=True):
 
 
 class BlastLimit(LedgerEvent, frozen=True, kw_only=True):
-    """So many nodes were acted on that others are left alone."""
+    """No further nodes are repaired for now, because too many were lately."""
 
     node: str
     """A node that is left alone."""
@@ -522,8 +522,8 @@ def counted_as(fault: str | None, rule: str | None, kind: str | None) -> str:
 
 
 class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
-    """What is known of an incident: the fields of four events, and of the report. Durations are in seconds. Of an incident
-    that stopped training more than once, they are those of the last time."""
+    """The fields that four events of an incident share with the report. Durations are in seconds. If an incident stopped
+    training more than once, they describe the last time."""
 
     id: int
     """Its number."""
@@ -597,7 +597,7 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
 
 
 def about_one_incident(event: LedgerEvent) -> bool:
-    """It names its incident in a field of its own."""
+    """Whether an event names its incident in a field of its own."""
     own = isinstance(event, IncidentFacts | IncidentJoined | IncidentExplained)
     return own or "incident" in event.__struct_fields__
 
@@ -609,14 +609,14 @@ _DEFAULTED = frozenset(one.name for one in msgspec.structs.fields(IncidentFacts)
 
 
 def add_incident(found: dict[int, dict[str, Any]], kind: str, fields: Mapping[str, Any]) -> None:
-    """Takes in one event, in the order of the ledger: found has the facts of each incident by its number. Everybody who tells of
-    incidents folds them with this or with `add_facts`, so no two of them differ."""
+    """Adds an event of an incident, in the order of the ledger, to `found`, which has the fields of each incident by its
+    number. All readers use this or `add_facts`, so their figures agree."""
     if kind in FACTS or (kind in ABOUT_INCIDENTS and fields["id"] in found):
         add_facts(found.setdefault(fields["id"], {}), kind, fields)
 
 
 def add_facts(known: dict[str, Any], kind: str, fields: Mapping[str, Any]) -> None:
-    """Adds what an event of `ABOUT_INCIDENTS` tells of an incident to what those before it told."""
+    """Merges the fields of an event of `ABOUT_INCIDENTS` into those that earlier events gave of the incident."""
     if kind in FACTS:
         # A field with its default is not written: what an event before said of it does not hold any more.
         for name in _DEFAULTED - fields.keys():
@@ -957,7 +957,7 @@ class NodeTaken(LedgerEvent, frozen=True, kw_only=True):
 
 
 class NodeHeld(LedgerEvent, frozen=True, kw_only=True):
-    """A node is there and not used now."""
+    """A node is present but not used for now."""
 
     node: str
     """Its name."""
@@ -1149,7 +1149,7 @@ class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
 # Not an error: training goes on, and the checkpoint may still come. It is the first sign of a tier that will
 # fail.
 class TierSlow(LedgerEvent, frozen=True, kw_only=True):
-    """Nothing of a checkpoint has arrived for long."""
+    """A checkpoint has made no progress in a tier for a long time."""
 
     step: int
     """Its step."""
@@ -1373,7 +1373,7 @@ class Stalled(LedgerEvent, frozen=True, kw_only=True):
 
 
 class StallJudged(LedgerEvent, frozen=True, kw_only=True):
-    """Who holds the others up."""
+    """Which worker holds the others up."""
 
     workers: list[str]
     """Culprits; empty: none was found."""

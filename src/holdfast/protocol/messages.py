@@ -24,7 +24,8 @@ from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Lack, Sh
 
 
 class LedgerMark(NamedTuple):
-    """How far a ledger has come. Of two, the greater one is newer: a later term began with all that it knew of earlier ones."""
+    """How far a ledger has been written. Marks are ordered: a later term began with everything that it knew of earlier ones, so
+    it is greater."""
 
     term: int = 0
     batch: int = 0
@@ -200,7 +201,7 @@ FIGURE_NAME = 64
 
 
 class ReportedStep(NamedTuple):
-    """A committed step, as whoever committed it tells of it. None: not known."""
+    """A committed step, as a worker that committed it reports it. None: not known."""
 
     step: int
     loss: float
@@ -243,7 +244,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 # The only input of the vote. `committed` is what the worker holds for certain: None after an update that was
 # torn in the middle, because half an update is no state at all.
 class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
-    """The worker is out of a generation that broke or was ended, and waits for the next."""
+    """The worker has left a generation that broke or was ended, and waits for the next one."""
 
     generation: int
     committed: int | None
@@ -261,7 +262,8 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
 # Sent while the worker is still in its step, and again whenever it has come to stand or must go further. The peers stop
 # where these numbers say.
 class Halted(msgspec.Struct, frozen=True, tag="halted"):
-    """So many calls of each of its replica's groups has this worker begun; what is beyond a RunTo only where it says so here."""
+    """The number of calls that this worker has begun in each of its replica's groups. It begins one beyond a RunTo only after
+    it reported that here."""
 
     generation: int
     begun: dict[str, int]
@@ -603,7 +605,7 @@ class Break(msgspec.Struct, frozen=True, tag="break"):
 # its way, which raises that group's number: then another RunTo follows. Only when all stand nothing can grow any more, so
 # nothing is half sent between them and their connections can be used again.
 class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
-    """So many calls of each of the replica's groups are to begin here, and no more."""
+    """The number of calls of each of the replica's groups after which the worker stops."""
 
     generation: int
     begun: dict[str, int]
@@ -682,8 +684,7 @@ class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
 
 # The complete list each time, so an empty one withdraws. Deadlines are relative, because two machines' clocks differ.
 class Notify(msgspec.Struct, frozen=True, tag="notify"):
-    """What stands of the notices: to an agent for all workers of its node, also those that start later; to a
-    worker for its script."""
+    """The notices in force: to an agent for all workers of its node, also those that start later; to a worker for its script."""
 
     notices: tuple[Notice, ...]
     """All of them. Their deadlines count from the sending."""
@@ -821,7 +822,7 @@ class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
 # After a rewind. Kept, a shard of a later step could be found by the next start, and be taken for the newest
 # state of a past that never was.
 class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
-    """Training goes on from an earlier step: what was saved of later ones never happened."""
+    """Training resumes at an earlier step: what was saved of later steps is void."""
 
     above_step: int
     """The step that it goes on from."""
@@ -937,7 +938,7 @@ ToAgent = (
 # What a coordinator needs that knows nothing: the newest message of each kind, repeated. So no order and no
 # report has to be kept for a coordinator that may be gone.
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent knows of a worker: enough for a coordinator that starts from nothing."""
+    """What an agent knows of a worker, sufficient for a coordinator that starts without any state."""
 
     worker: str
     slot: int
@@ -1079,7 +1080,7 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
 # From a limit that the agent knows. Whether anything is wrong, and whose fault it is, only a look at all
 # workers can tell.
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
-    """A worker stands still for longer than it may; says nothing about who is at fault."""
+    """A worker makes no progress for longer than it may. Says nothing about which worker is at fault."""
 
     worker: str
     view: WorkerView
@@ -1121,7 +1122,7 @@ class SnapshotRejected(msgspec.Struct, frozen=True, tag="snapshot-rejected"):
 
 # Reported at once, so that another copy is made while a good one still exists.
 class SnapshotCorrupt(msgspec.Struct, frozen=True, tag="snapshot-corrupt"):
-    """A shard that was held here went bad in memory, and counts no more."""
+    """A shard that was held here was corrupted in memory, and does not count any more."""
 
     key: Key
     reason: str

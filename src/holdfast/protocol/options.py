@@ -1,8 +1,8 @@
-"""How a field of a dataclass is given on the command line: said once, at the field.
+"""Options of a command, declared once as fields of a dataclass.
 
 A command's options are one frozen dataclass. Each field carries an `Option` (or `Argument`) in its type, so parser, help,
-checks and error messages all read the same line. The values then travel in that dataclass: to the planner, to
-`data build`, and within a job's specification to every node.
+checks and error messages all read the same line. The values then travel in that dataclass: to the planner, to `data build`, and
+within a job's specification to every node.
 
     spares: Annotated[int, Option(help="Nodes that wait.", least=0)] = 0     # --spares
 """

@@ -44,7 +44,7 @@ OUTSIDE_PHASES = frozenset({Phase.COMMIT})
 
 
 class PageReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the progress record said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
+    """The fields of a worker's progress record at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
 
     generation: int = 0
     """The newest that the worker joined; 0: none."""
@@ -72,7 +72,7 @@ _Short = Annotated[str, msgspec.Meta(max_length=128)]
 # Numbers count from 1 on in each group, and all of its members enter the same collectives in the same order. So of two
 # members the one with the smaller number is what the other waits for.
 class GroupReading(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a script that does not know of Holdfast is in the collectives of one of its process groups."""
+    """The position of a script that does not know of Holdfast in the collectives of one of its process groups."""
 
     group: _Short
     """The same for all members of the group, and for no other group of the job."""

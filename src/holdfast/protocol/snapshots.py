@@ -17,8 +17,8 @@ TIERS_VARIABLE = "HOLDFAST_TIERS"
 # Two lacks that need opposite answers: a slot becomes free again by waiting, memory only by giving something
 # up.
 class Lack(StrEnum):
-    """Of what a node has too little for a shard. slot: the memory for it holds snapshots that are still needed, so there is
-    room again when one of them is complete; memory: one more does not fit."""
+    """What a node lacks for a shard. slot: the memory for it holds snapshots that are still needed, so there is room again when
+    one of them is complete; memory: another snapshot does not fit."""
 
     SLOT = "slot"
     MEMORY = "memory"
@@ -27,7 +27,7 @@ class Lack(StrEnum):
 # The generation is part of the key. After a fault the same step is computed again, and its shards have other
 # bytes than those that were taken before: mixing them would give a state that never existed.
 class Key(msgspec.Struct, frozen=True, order=True):
-    """Which snapshot of which shard."""
+    """Identifies a shard of a snapshot."""
 
     step: int
     """Committed steps of the state; at level 0 and 1 the script's own number."""
@@ -84,7 +84,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class DurableTier(msgspec.Struct, frozen=True):
-    """Where checkpoints go and which are kept."""
+    """A durable tier, and which checkpoints are kept there."""
 
     url: str
     every: str = "auto"

@@ -1,4 +1,4 @@
-"""The notices that stand on a machine, as an agent and a worker keep them."""
+"""The notices that are in force on a machine, as an agent and a worker keep them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.protocol.notices import Notice
 
 
 class NoticeBoard:
-    """The notices that stand, with their deadlines on this machine's clock. One thread may read while another writes."""
+    """The notices in force, with their deadlines on this machine's clock. One thread may read while another writes."""
 
     def __init__(self) -> None:
         self.numbers: tuple[int, ...] = ()
@@ -18,13 +18,13 @@ class NoticeBoard:
         self._standing: tuple[tuple[Notice, float | None], ...] = ()
 
     def put(self, notices: tuple[Notice, ...]) -> None:
-        """These stand from now on, and no others."""
+        """Replaces all notices by these."""
         now = time.monotonic()
         self._standing = tuple((n, None if n.deadline_s is None else now + n.deadline_s) for n in notices)
         self.numbers = tuple(n.number for n in notices)
 
     def standing(self) -> tuple[Notice, ...]:
-        """All that stand, with the time that is left: the earliest deadline first, those without one last."""
+        """All notices in force, with the remaining time: the earliest deadline first, those without one last."""
         now = time.monotonic()
         left = [
             n if until_s is None else msgspec.structs.replace(n, deadline_s=max(0.0, until_s - now))

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 
 def kernel_id() -> str:
-    """The same for two processes that see each other's numbers: one boot of one machine, and one namespace of processes.
-    Empty where that cannot be told."""
+    """An identifier that is the same for two processes that see each other's process ids: one boot of one machine, and one
+    process namespace. Empty where it cannot be determined."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Both parts are needed: two containers on one machine share a boot and not their process numbers, and
@@ -64,7 +64,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """None: there is no such process."""
+    """The `ProcessStat` of a process; None: there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -138,7 +138,7 @@ _UNLIMITED = 1 << 60
 
 
 class Room(NamedTuple):
-    """What the machine, or one control group, has. Bytes."""
+    """The memory of the machine, or of one control group, in bytes."""
 
     total: int
     free: int
@@ -146,7 +146,7 @@ class Room(NamedTuple):
 
 
 def available_bytes(proc: Path | None = None, cgroup: Path | None = None) -> int | None:
-    """What new processes can have: of the machine, or of the container if that is less. None: unknown."""
+    """Bytes that new processes can have: of the machine, or of the container if that is less. None: unknown."""
     return min((room.free for room in rooms(proc, cgroup)), default=None)
 
 

@@ -1,7 +1,7 @@
-"""HTTP to a job's coordinator, of whom nothing is believed before it has proven that it is the one.
+"""HTTP to a job's coordinator, which must prove its identity before anything that it says is believed.
 
-Whatever listens at the coordinator's address gets a question that is of use to nobody, see `protocol.proof`. What does
-not answer it right counts as no coordinator: the request fails as one that nobody took.
+Whatever listens at the coordinator's address gets a question that is useless to a stranger, see `protocol.network.proof`. A
+server that does not answer it correctly counts as no coordinator: the request fails as one that nobody took.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def proven_session(
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a coordinator that has proven itself. Whether its status is a success is for the caller to judge."""
+    """The answer of a coordinator that has proven its identity. Whether its status is a success is for the caller to judge."""
 
     status: int
     headers: Mapping[str, str]

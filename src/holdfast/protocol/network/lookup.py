@@ -33,10 +33,10 @@ _names = msgspec.json.Decoder(CoordinatorName)
 
 
 class Lookup(Protocol):
-    """Where the newest coordinator of one job is, as far as can be known."""
+    """Finds the newest coordinator of one job, as far as it can be known."""
 
     async def find(self) -> Endpoint | None:
-        """None while there is none. Nothing is proven by it: see `protocol.http_client`."""
+        """The address; None while there is none. It is not verified here: see `protocol.network.http_client`."""
         ...
 
     def told(self, where: Whereabouts) -> None:

@@ -111,7 +111,7 @@ def _code(token: str, side: str, server: str, asked: tuple[str, ...], nonce: str
 
 
 def is_same(given: str | bytes, expected: str | bytes) -> bool:
-    """Whether a secret that somebody gave is the expected one. Every token, code and proof is compared here."""
+    """Whether a secret is the expected one, compared in constant time. Every token, code and proof is compared here."""
     # Over bytes, because `hmac.compare_digest` raises for text that is not ASCII: a stranger could end a thread with one
     # header. In constant time, because `==` stops at the first byte that differs, so that a caller who measures could
     # find a token byte by byte.
