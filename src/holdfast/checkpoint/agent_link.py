@@ -1,4 +1,5 @@
-"""This process's link to its node's agent, and the slots in its memory. A worker of a job sets it before the script runs; saving and loading ask for it."""
+"""A worker's link to its node's agent as checkpoints use it, and the slots in the agent's memory. A worker of a job sets it
+before the script runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from holdfast.tensors.index import StateIndex
 
 
 class AgentLink(Protocol):
-    """What checkpoints need of a worker's link (`holdfast.train.link.Link`)."""
+    """The part of a worker's link (`holdfast.train.link.Link`) that checkpoints use."""
 
     start: m.Start
     record: ProgressRecord
@@ -37,18 +38,19 @@ class AgentLink(Protocol):
 
 
 class AgentSlots:
-    """Slots in the agent's memory, as a worker uses them: it asks for one, has it filled, and the agent hears of it in any case."""
+    """Slots in the agent's memory, from the worker's side: it asks for one and fills it, and the agent is told of the result in
+    any case."""
 
     def __init__(self, link: AgentLink, watcher: MappingObserver | None = None) -> None:
         """watcher: as in `SlotMaps`."""
         self._link, self._maps = link, SlotMaps(watcher)
 
     def want(self, key: Key, nbytes: int, waits: bool = False, paced: bool = False) -> None:
-        """Asks for a slot. From here on the agent counts the copy, and a stop waits for it."""
+        """Requests a slot. From this call on the agent counts the copy, and a stop waits for it."""
         self._link.send(m.SlotWanted(key, nbytes, waits, paced=paced))
 
     def given(self, key: Key, patience_s: float) -> m.SlotGiven | None:
-        """The answer; None when it does not come in time."""
+        """The agent's answer; None when it does not come in time."""
         return self._link.wait_slot(key, patience_s)
 
     def fill(
@@ -85,12 +87,12 @@ _current: list[AgentLink] = []
 
 
 def attach(link: AgentLink) -> None:
-    """This process is a worker of a job from now on."""
+    """Declares this process a worker of a job."""
     _current[:] = [link]
 
 
 def detach() -> None:
-    """This process is no worker: a child that a script forked must not speak for its parent."""
+    """Declares this process no worker: a child that a script forked must not use its parent's link."""
     _current.clear()
 
 

@@ -59,7 +59,7 @@ Copy = Callable[[memoryview], None]
 
 
 class PassedOver(Enum):
-    """Why nothing is kept of a state that a script gave."""
+    """Why a state that a script gave is not kept."""
 
     NOT_DUE = "not due"
     SKIPPED = "skipped"
@@ -75,7 +75,7 @@ Count = Callable[[int], None]
 
 
 class Backend(Protocol):
-    """A rank's backend."""
+    """Where a rank saves and loads its shard."""
 
     rank: int
     """Among those that save together, from 0."""
@@ -91,10 +91,10 @@ class Backend(Protocol):
         """Whether a state that was passed over is to be kept after all where the script ends with it."""
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
-        """Complete checkpoints, the newest first, of one step the nearest first."""
+        """Complete checkpoints, the newest first. Of one step the nearest source first."""
 
     def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
-        """Counts what is read from `where`; if it takes longer than two seconds, people see how far it is."""
+        """Counts the bytes that are read from `where`. Shows progress if it takes longer than two seconds."""
 
     def expect(self, nbytes: int) -> None:
         """This rank will save a shard of about `nbytes`: its memory can be brought in."""
@@ -103,7 +103,7 @@ class Backend(Protocol):
         """The script goes on from this state; None: it looked for the newest, and there is none."""
 
     def flush(self) -> None:
-        """Waits until what was put is where it is to be."""
+        """Waits until everything that was put is where it is to be."""
 
     def why_not(self, step: int) -> str:
         """After a flush: why a step that was put is not in a durable tier that was to have it; else empty."""
@@ -133,7 +133,7 @@ def in_archives(urls: list[str], on_skip: Callable[[str], None], ranks: RankExch
 
 
 class Turns:
-    """Which of the states that a script gives are kept: rank 0 decides, and the others do as it does."""
+    """Which of the states that a script gives are kept. Rank 0 decides, and the others follow."""
 
     def __init__(self, cadence: Cadence, ranks: RankExchange, world: int) -> None:
         """world: ranks that save. Without a process group each decides alone, and then they differ."""
@@ -147,7 +147,7 @@ class Turns:
 
     @property
     def decides(self) -> bool:
-        """Whether this rank hears no other: it is the first, or alone."""
+        """Whether this rank decides for itself: it is the first, or cannot reach any other."""
         return self._ranks.share[0] == 0
 
     @property
@@ -156,7 +156,7 @@ class Turns:
         return PassedOver.NOT_DUE if self._cadence.seconds else PassedOver.SKIPPED
 
     def begins_at(self, step: int) -> None:
-        """The script goes on from this step."""
+        """Notes the step from which the script resumes."""
         self._step, self._at_s = step, time.monotonic()
 
     def is_due(self, step: int) -> bool:
@@ -175,7 +175,7 @@ class Turns:
         return not self._cadence.never
 
     def tell(self, step: int, taken: bool) -> None:
-        """What this rank does with a state, for the others."""
+        """Tells the other ranks whether this rank keeps a state."""
         self._note(step, taken)
         if self._ranks.share[1] == 1:
             return
@@ -188,8 +188,8 @@ class Turns:
             self._ranks.forget(self._told.pop(0))
 
     def taken(self, step: int) -> bool:
-        """What the first rank does. Where it does not say, because it gives no such state, this one is kept alone: a job that is
-        stopped may have the others' parts."""
+        """Whether rank 0 keeps the state. If rank 0 gives no such state and so does not answer, this rank keeps it alone: when
+        a job is stopped, other ranks may have kept their parts."""
         try:
             taken = bool(self._ranks.from_first(self._about(step), None, self._patience_s))
             self._patience_s = TURN_S
@@ -212,7 +212,8 @@ _requests = itertools.count(1)
 
 
 class AgentBackend:
-    """Under `holdfast run`: the agent keeps the shard, sends it to its buddies and to the durable tiers."""
+    """The backend under `holdfast run`: the agent keeps the shard, sends copies to other nodes and writes it to the durable
+    tiers."""
 
     def __init__(self, link: AgentLink, store: Any = None) -> None:
         """store: a torch.distributed.Store of all ranks. Without one they cannot agree on what to load: each takes
@@ -291,7 +292,7 @@ class AgentBackend:
             return False
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
-        """First what the coordinator knows to be in memory, then the durable tiers."""
+        """The snapshots in memory that the coordinator knows of, then the checkpoints in durable tiers."""
         # Numbered, because an answer to an earlier question, which timed out, may arrive while this one is
         # waited for.
         request = next(_requests)
@@ -335,10 +336,10 @@ class AgentBackend:
             self._link.send(m.Loaded(self._generation, step, self._link.record.committed))
 
     def flush(self) -> None:
-        """The agent does the rest, whatever becomes of this process."""
+        """Returns at once: the agent does the rest, whatever happens to this process."""
 
     def why_not(self, step: int) -> str:
-        """Never known here: the coordinator says it to whoever looks after the job."""
+        """Always empty: the coordinator reports that, to whoever watches the job."""
         return ""
 
 
@@ -400,7 +401,8 @@ class StandaloneBackend:
         Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
 
     def begin(self, index: StateIndex, *, wanted: bool = False) -> Fill | PassedOver:
-        """Where no durable tier is to have it, nothing is copied: this memory ends with the process."""
+        """Prepares the copy for the durable tiers that are due. With none due nothing is copied, because this memory ends with
+        the process."""
         # Every rank takes a number for every call, and queues a job for every one that is due, even if its copy failed. The
         # saving threads exchange words about each number, and a rank that left one out would leave the others waiting.
         job = _Job(number=next(self._numbers), index=index, tiers=[])
@@ -453,13 +455,13 @@ class StandaloneBackend:
         return due
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
-        """What is in the durable tiers: the memory of a process that ended is gone."""
+        """The checkpoints in durable tiers. Memory of earlier processes is gone."""
         self.flush()
         yield from in_archives([t.url for t in self._tiers], on_skip, self.exchange)
 
     @contextmanager
     def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
-        """In the script's output."""
+        """Shows progress in the script's output."""
         with progress(self.rank, where, total_bytes) as count:
             yield count.add
 
@@ -467,10 +469,10 @@ class StandaloneBackend:
         """Nobody else could bring it in: it is this process's own."""
 
     def loaded(self, step: int | None) -> None:
-        """Nobody counts."""
+        """Does nothing: without a job nobody counts steps."""
 
     def flush(self) -> None:
-        """Waits until what was put is in the durable tiers."""
+        """Waits until everything that was put is in the durable tiers."""
         with self._lock:
             self._lock.wait_for(lambda: self._pending == 0 or not self._thread.is_alive())
 
@@ -628,10 +630,10 @@ _values = msgspec.msgpack.Decoder()
 
 
 class RankExchange:
-    """Words to all ranks, each about something that has a name of its own. Blocks until they are there.
+    """Exchanges values between all ranks, each under a name of its own. Blocks until they have arrived.
 
-    A store's client serves one call at a time, also one that waits: a thread that speaks needs a `RankExchange` of its own,
-    or two threads of two ranks can wait for each other for ever.
+    A store's client serves one call at a time, even one that waits. So each thread needs a `RankExchange` of its own, or two
+    threads of two ranks could wait for each other for ever.
     """
 
     def __init__(self, name: str, rank: int, world: int, store: Any = None) -> None:

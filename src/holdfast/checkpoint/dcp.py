@@ -203,7 +203,7 @@ class TieredReader(StorageReader):
         """Nothing is agreed on between ranks."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Says what this rank located."""
+        """Adds to the plan which parts of the checkpoint this rank has located."""
         assert self.found is not None
         return replace(plan, storage_data=(self.found.step, self.found.identity, self.found.where))
 
