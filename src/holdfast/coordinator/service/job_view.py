@@ -409,7 +409,7 @@ def _in_memory(state: CoreState) -> InMemory | None:
 
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:
-    """ReportWorld sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
+    """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
     sizes = sorted({world for _, world in state.membership.history})
     return [(world, round(idle, 4)) for world in sizes if (idle := queries.idle(state, world))]
 
