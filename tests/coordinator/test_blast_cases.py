@@ -20,7 +20,7 @@ def test_no_more_nodes_than_the_blast_limit_are_acted_on_and_that_is_said_once()
     desk = running(8)
     for i in range(5):
         finds(desk, f"n{i}", f"xid-{i}")
-    assert limits.limit(desk.core) == 2
+    assert limits.nodes_at_once(desk.core) == 2
     assert marked(desk) == ["n0", "n1"]
     assert verdicts(desk)[2:] == [("watch", "blast")] * 3
     assert len(desk.records("blast-limit")) == 1

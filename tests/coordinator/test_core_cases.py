@@ -657,6 +657,16 @@ def test_two_that_never_reach_each_other_lose_one_of_them_in_the_end():
     assert desk.killed() == {"n1.0#2"}
 
 
+def test_of_two_the_one_that_has_been_here_longer_is_lost_so_the_next_time_it_is_the_other():
+    desk = running(4)
+    desk.state.membership.workers["n1.0#2"].started_s += 60.0
+    for _ in range(2):
+        stall(desk, "n1.0#2", **joining(desk, n1=3, n3=1))
+        once_more(desk)
+    stall(desk, "n1.0#2", **joining(desk, n1=3, n3=1))
+    assert desk.killed() == {"n3.0#4"}
+
+
 def test_a_port_that_takes_nobodys_calls_is_found_by_all_who_call_it():
     """Nobody blames those whom rank 0 waits for: they call it."""
     desk = running(4)
@@ -827,6 +837,20 @@ def test_nobody_differs_twice_is_retried_then_half_is_replaced_and_the_state_liv
         assert len(killed) == (2 if attempt == 2 else 0)
     assert desk.state.membership.lost_steps == 0
     assert len(desk.members()) == 2
+
+
+def test_the_half_that_is_replaced_first_is_the_older_one_so_the_next_time_it_is_the_other():
+    desk = running(4)
+    workers = desk.state.membership.workers
+    for name in ("n0.0#1", "n2.0#3"):
+        workers[name].started_s += 60.0
+    for _ in range(3):
+        members = desk.members()
+        stall(desk, members[0], **{w.partition(".")[0]: at(desk, w, Phase.REDUCE) for w in members})
+        if not desk.killed():
+            for worker in members:
+                desk.parks(worker, 5)
+    assert desk.killed() == {"n1.0#2", "n3.0#4"}
 
 
 def test_all_at_a_standstill_without_waiting_for_each_other_is_watched_for_a_while():

@@ -209,8 +209,8 @@ class Ailments:
         require, state = self.cluster.checks.require, core.state
         near, share = limits.acted_on(core), state.spec.health.blast_share
         size, self._size = (
-            max(self._size, limits.size(core)),
-            limits.size(core),
+            max(self._size, limits.fleet_size(core)),
+            limits.fleet_size(core),
         )  # who is acted on may be gone
         limit = limits.blast_limit(size, share)
         for act in state.health.acts:

@@ -130,16 +130,16 @@ theirs: a switch, a file server, a driver, the script."""
 # ---------------------------------------------------------------- acted on
 
 
-def size(context: Context) -> int:
+def fleet_size(context: Context) -> int:
     """Nodes that the job has or is to have."""
     # Of the nodes that the job is to have, not only of those that live: after a loss of half of them the
     # limit must not shrink with them.
     return max(len(context.alive_nodes()), context.state.wanted_nodes + context.spec.spares)
 
 
-def limit(context: Context) -> int:
+def nodes_at_once(context: Context) -> int:
     """The number of nodes that may be repaired within the window."""
-    return blast_limit(size(context), context.spec.health.blast_share)
+    return blast_limit(fleet_size(context), context.spec.health.blast_share)
 
 
 def acted_on(context: Context) -> set[str]:
@@ -151,13 +151,13 @@ def may_act(context: Context, machine: str) -> bool:
     """Whether repairing this machine stays within the limit."""
     done = acted_on(context)
     # A machine that was acted on counts once, so its next remedy is never blocked by its first.
-    return machine in done or len(done) < limit(context)
+    return machine in done or len(done) < nodes_at_once(context)
 
 
 def may_act_at_s(context: Context) -> float:
     """When one more machine may be repaired, on the core's clock, as far as is known now."""
     ends = sorted(_leaves_window_s(context).values())
-    return ends[len(ends) - limit(context)] if len(ends) >= limit(context) else context.now
+    return ends[len(ends) - nodes_at_once(context)] if len(ends) >= nodes_at_once(context) else context.now
 
 
 def _leaves_window_s(context: Context) -> dict[str, float]:
@@ -204,7 +204,7 @@ def recalled(context: Context, acts: list[Act]) -> None:
 def _trim(context: Context) -> None:
     acts = context.state.health.acts
     # As many as one window may have, so that the limit never forgets an act that it still has to count.
-    excess = len(acts) - max(KEPT_ACTS, size(context))
+    excess = len(acts) - max(KEPT_ACTS, fleet_size(context))
     for old in [a for a in acts if a.done][: max(0, excess)]:
         acts.remove(old)
 

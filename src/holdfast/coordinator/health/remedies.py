@@ -40,7 +40,7 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
             # one meaningless.
             before.done_s = context.now  # what was under way there is overtaken
             if before.incident != incident.id:
-                settle(context, incidents.numbered(context.state, before.incident))
+                close_quiet(context, incidents.numbered(context.state, before.incident))
     act = Act(
         at_s=context.now,
         machine=node.machine,
@@ -77,7 +77,7 @@ def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None
     # restarted, because the finding names nobody.
     if named or not gone:
         _end(context, node, [w for w in named or ours if not w.told_to_end], incident.cause)
-    settle(context, incident)
+    close_quiet(context, incident)
 
 
 def also(context: Context, node: Node, incident: Incident, name: str) -> None:
@@ -136,7 +136,7 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
         # same machine back.
         _replace(context, node, incident, str(incident.cause))
         context.request(RemoveNode(node, incident.cause))
-    settle(context, incident)
+    close_quiet(context, incident)
 
 
 def _hold(context: Context, node: Node, cause: object) -> None:
@@ -194,7 +194,7 @@ def _stays_away(context: Context, node: Node) -> None:
     _replace(context, node, incident, told)
 
 
-def settle(context: Context, incident: Incident) -> None:
+def close_quiet(context: Context, incident: Incident) -> None:
     """Closes an incident that did not disturb training, because its remedy is complete."""
     if incident.quiet and incident.open:
         incident.full_at_s = context.now
@@ -229,7 +229,7 @@ def left(context: Context, node: Node) -> None:
         _replace(context, node, incident, cause)
         context.order(ReleaseNode(node=node.name, reason=reason))
     if incident is not None:
-        settle(context, incident)
+        close_quiet(context, incident)
 
 
 def call_off(context: Context, node: Node, incident: Incident) -> bool:
@@ -245,7 +245,7 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
     incident.does = None
     context.concerns(incident.id)
     context.record(ledger.NodeStays(node=node.name))
-    settle(context, incident)
+    close_quiet(context, incident)
     return True
 
 
@@ -292,7 +292,7 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
     incident = incidents.numbered(context.state, act.incident)
     if error is None:
         transitions.use(context, node)
-        settle(context, incident)
+        close_quiet(context, incident)
         return
     # It stays unused, and the incident becomes fatal: a device that cannot be reset must not train.
     transitions.hold(context, node, f"{act.remedy.value} did not work: {error}")
@@ -300,7 +300,7 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
     context.request(DecideIncident(incident))
     if node.alive and node.held is not None:
         notes.ask(context, node, incident.rule, node.held, incident)
-        settle(context, incident)
+        close_quiet(context, incident)
 
 
 def lost(context: Context, node: Node) -> None:
@@ -314,7 +314,7 @@ def lost(context: Context, node: Node) -> None:
             # machine comes back as new.
             if act.remedy is Remedy.REPLACE:
                 _replace(context, node, incident, str(incident.cause))
-            settle(context, incident)
+            close_quiet(context, incident)
     node.health.then, node.health.checking = None, None
 
 

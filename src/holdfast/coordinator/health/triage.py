@@ -1,8 +1,8 @@
 """What an incident with a node's health means for the job, and what is done about it.
 
 `findings` makes incidents of findings. A fatal one is decided at once; an error that the job can live with is decided a
-moment later, when others would have reported the same, and is acted on at a step's edge. `limits` says what
-may be done, `remedies` does it.
+moment later, when others would have reported the same, and is acted on at a step's edge. `limits` says what may be done,
+`remedies` does it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
     if incident.id not in undecided:
         undecided.append(incident.id)
     # Bounded, with room for one per node. The oldest is dropped from the list, not from the ledger.
-    while len(undecided) > max(KEPT_SIGHTINGS, limits.size(context)):
+    while len(undecided) > max(KEPT_SIGHTINGS, limits.fleet_size(context)):
         incidents.numbered(context.state, undecided.pop(0)).due_s = None
 
 
@@ -249,8 +249,8 @@ def _withhold(context: Context, node: Node, incident: Incident, decision: Decisi
             _say(context, "blast")
             done, size, limit = (
                 len(limits.acted_on(context)),
-                limits.size(context),
-                limits.limit(context),
+                limits.fleet_size(context),
+                limits.nodes_at_once(context),
             )
             context.record(
                 ledger.BlastLimit(node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
@@ -356,10 +356,10 @@ def _decision(
     near = limits.acted_on(context)
     window_s = context.spec.health.blast_window_s
     weighed.append(
-        f"nodes acted on in {window_s:g} s: {len(near)} of {limits.limit(context)} ({limits.size(context)} in all)"
+        f"nodes acted on in {window_s:g} s: {len(near)} of {limits.nodes_at_once(context)} ({limits.fleet_size(context)} in all)"
     )
     if not limits.may_act(context, node.machine):
-        told = f"{len(near)} of {limits.size(context)} nodes were repaired or replaced within {window_s:g} s, which is the limit"
+        told = f"{len(near)} of {limits.fleet_size(context)} nodes were repaired or replaced within {window_s:g} s, which is the limit"
         return Decision(
             does=does,
             reason=told,

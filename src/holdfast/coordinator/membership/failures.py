@@ -549,7 +549,7 @@ def judge(context: Context) -> None:
     culprits = [s.membership.workers[w] for w in named if s.membership.workers[w].phase is WorkerPhase.MEMBER]
     # One of two, and which cannot be known. The one that has been here longest is taken: if the hang comes
     # again, the other is the older one then, so both get their turn.
-    if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
+    if verdict.one_of:
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     # Where all ranks stood is written into the incident that this verdict opens, since the stacks are in no
     # state and would be gone when somebody asks.
