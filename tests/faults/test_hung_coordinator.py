@@ -11,7 +11,7 @@ from drive import Deed, Driver
 from harness import TINY, finish, leftovers, start, wait_for
 
 from holdfast.coordinator.service.store import Store
-from holdfast.engines.coordinator_keeper import Look, Silence
+from holdfast.engines.coordinator_supervisor import Look, Silence
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.network.endpoint import read_endpoint
 

@@ -27,7 +27,7 @@ class Installed:
         package = Path(holdfast.__file__).parent
         for name in ("this", "next"):
             shutil.copytree(package, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            self._set(folder / name / "engines/coordinator_keeper.py", "STANDBY_S", "1.0")
+            self._set(folder / name / "engines/coordinator_supervisor.py", "STANDBY_S", "1.0")
         self._set(folder / "next/protocol/messages.py", "PROTOCOL_VERSION", "1000")
         self.use("this")
 

@@ -475,14 +475,14 @@ cli/run:_command by RunCommand
                         engines/local/launcher:LocalLauncher.open
                             engines/jobs:JobFolder.prepare
                         engines/launcher:Launcher._files
-                        engines/coordinator_keeper:CoordinatorKeeper.keep
-                            engines/coordinator_keeper:Silence by timing
+                        engines/coordinator_supervisor:CoordinatorSupervisor.keep
+                            engines/coordinator_supervisor:Silence by timing
                                 protocol/job_options:Timing.hang_s
 coordinator/__main__:_run by spec.json
     protocol/wire/stored:decode_file
         protocol/wire/decoding:decode
     coordinator/__main__:_serve
-        coordinator/service/pulse:beat
+        coordinator/service/liveness:beat
         coordinator/__main__:_take_up
             coordinator/service/server:Coordinator.__init__
                 coordinator/machine:Core.__init__
@@ -537,8 +537,8 @@ kubernetes/pods/node:become_agent by read_pod
 """,
     forms="""
 protocol/options:Option protocol/options:Declared protocol/job_options:Timing engines/run_options:FailureOptions
-engines/run_options:RunOptions protocol/job:JobSpec engines/coordinator_keeper:CoordinatorConfig
-engines/coordinator_keeper:Silence coordinator/kernel/state:CoreState coordinator/kernel/deadlines:Watch
+engines/run_options:RunOptions protocol/job:JobSpec engines/coordinator_supervisor:CoordinatorConfig
+engines/coordinator_supervisor:Silence coordinator/kernel/state:CoreState coordinator/kernel/deadlines:Watch
 agent/agent:AgentConfig kubernetes/commands/submission:Submission kubernetes/objects/resource:TimingSpec
 kubernetes/objects/resource:HoldfastJobSpec kubernetes/objects/resource:HoldfastJob kubernetes/policy/plan:Observed
 kubernetes/pods/pod:PodPlace

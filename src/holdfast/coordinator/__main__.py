@@ -20,7 +20,7 @@ from holdfast import logs
 from holdfast.coordinator.service.garbage import short_searches
 from holdfast.coordinator.service.gathering import CoordinatorSuperseded, gather
 from holdfast.coordinator.service.ledger import RETRY_S
-from holdfast.coordinator.service.pulse import beat
+from holdfast.coordinator.service.liveness import beat
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import own_ledger, spoken
 from holdfast.errors import Damaged, UsageError
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--instance", default=secrets.token_hex(8), help="its name, see `protocol.endpoint`")
     parser.add_argument("--lifeline", type=int)
     parser.add_argument(
-        "--pulse", type=int, help="a non-blocking pipe that tells the launcher that this process is alive"
+        "--liveness", type=int, help="a non-blocking pipe that tells the launcher that this process is alive"
     )
     parser.add_argument(
         "--gate",
@@ -143,8 +143,8 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
         return
     # After the ledger is open: silence counts from the first word on, so a coordinator that still waits for a
     # full disk is not ended as one whose loop hangs.
-    if given.pulse is not None:
-        beat(given.pulse, spec.timing.heartbeat_s / 2)
+    if given.liveness is not None:
+        beat(given.liveness, spec.timing.heartbeat_s / 2)
     with short_searches():
         await coordinator.serve(listener, given.host, given.lifeline, given.instance)
 

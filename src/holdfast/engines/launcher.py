@@ -19,9 +19,9 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.engines.base import NodeProvider
 from holdfast.engines.client import Announcement, FolderReach, JobClient
-from holdfast.engines.coordinator_keeper import (
+from holdfast.engines.coordinator_supervisor import (
     CoordinatorConfig,
-    CoordinatorKeeper,
+    CoordinatorSupervisor,
     LauncherSuperseded,
     listen,
 )
@@ -73,7 +73,7 @@ class Launcher(ABC):
         self.interrupts = 0
         self._gives_back = False
         self._stop_asked: str | None = None
-        self._keeper: CoordinatorKeeper | None = None
+        self._supervisor: CoordinatorSupervisor | None = None
         self._listener: socket.socket | None = None
         self._port: int | None = None
         self._token = ""
@@ -124,13 +124,13 @@ class Launcher(ABC):
             # Before the coordinator starts: it reads the token that is made here.
             self._port = self._listener.getsockname()[1]
             publish(self.job_dir, self.host, self._port)
-            self._keeper = CoordinatorKeeper(config, self.note, self._on_coordinator)
-            await self._keeper.start()
+            self._supervisor = CoordinatorSupervisor(config, self.note, self._on_coordinator)
+            await self._supervisor.start()
             await self.staff()
             watching = asyncio.create_task(self._watch())
             obeying = asyncio.create_task(self._obey(self.engine))
             try:
-                await self._keeper.keep()
+                await self._supervisor.keep()
             except LauncherSuperseded:
                 for task in (watching, obeying, *self._tasks):
                     task.cancel()
@@ -327,8 +327,8 @@ class Launcher(ABC):
 
     def end_now(self) -> None:
         """Kills the coordinator at once."""
-        if self._keeper is not None:
-            self._keeper.end_now()
+        if self._supervisor is not None:
+            self._supervisor.end_now()
 
     def post(self, news: Availability) -> None:
         """Tells the coordinator about capacity."""
@@ -357,8 +357,8 @@ class Launcher(ABC):
 
     async def close(self) -> None:
         """Ends what is left of the job."""
-        if self._keeper is not None:
-            await self._keeper.close()
+        if self._supervisor is not None:
+            await self._supervisor.close()
         if self._port is not None:
             withdraw(self.job_dir, self.host, self._port)
         if self._listener is not None:

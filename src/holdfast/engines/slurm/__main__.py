@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from holdfast.engines import jobs
-from holdfast.engines.coordinator_keeper import LauncherSuperseded
+from holdfast.engines.coordinator_supervisor import LauncherSuperseded
 from holdfast.engines.slurm.commands import SlurmCommands
 from holdfast.engines.slurm.entry import enter, find_this_node
 from holdfast.engines.slurm.launcher import SlurmLauncher

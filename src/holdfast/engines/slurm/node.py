@@ -20,7 +20,7 @@ from holdfast.checkpoint.memory import remove_memory
 from holdfast.coordinator.service.store import succeed
 from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
-from holdfast.engines.coordinator_keeper import LauncherSuperseded
+from holdfast.engines.coordinator_supervisor import LauncherSuperseded
 from holdfast.engines.slurm.commands import SlurmCommands, SlurmError
 from holdfast.engines.slurm.entry import ThisNode, enter, find_this_node
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster

@@ -25,9 +25,9 @@ import msgspec
 from holdfast import logs
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
-from holdfast.engines.coordinator_keeper import (
+from holdfast.engines.coordinator_supervisor import (
     CoordinatorConfig,
-    CoordinatorKeeper,
+    CoordinatorSupervisor,
     LauncherSuperseded,
     listen,
 )
@@ -79,14 +79,14 @@ class CoordinatorPod:
             inherited=(lock,),
             copies=COPIES,
         )
-        keeper = CoordinatorKeeper(config, self._note, self._on_coordinator)
-        keeping = asyncio.create_task(self._keep(keeper))
+        supervisor = CoordinatorSupervisor(config, self._note, self._on_coordinator)
+        keeping = asyncio.create_task(self._keep(supervisor))
         leaving = asyncio.create_task(leaves.wait())
         try:
             await asyncio.wait({keeping, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not keeping.done():
                 # The job goes on: the operator starts the next term elsewhere.
-                keeper.hand_over()
+                supervisor.hand_over()
             try:
                 await keeping
             except LauncherSuperseded as error:
@@ -96,12 +96,12 @@ class CoordinatorPod:
             leaving.cancel()
             for task in self._tasks:
                 task.cancel()
-            await keeper.close()
+            await supervisor.close()
         return await asyncio.to_thread(self._write_termination_message)
 
-    async def _keep(self, keeper: CoordinatorKeeper) -> None:
-        await keeper.start()
-        await keeper.keep()
+    async def _keep(self, supervisor: CoordinatorSupervisor) -> None:
+        await supervisor.start()
+        await supervisor.keep()
 
     def _prepare(self) -> None:
         """The folder, and what there is to go on from. A container that is started again in its pod finds both."""

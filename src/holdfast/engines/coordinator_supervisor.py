@@ -91,7 +91,7 @@ class _Started:
     """A coordinator's process."""
 
     process: asyncio.subprocess.Process
-    pulse: int
+    liveness: int
     gate: int = -1
     """A pipe into which is written when it is its turn; -1: it has begun."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,7 +111,7 @@ class _Started:
         self.gate = -1
 
 
-class CoordinatorKeeper:
+class CoordinatorSupervisor:
     """One coordinator at a time, until the job is over. `close` ends what is left.
 
     The next one waits beside it, with everything imported: it serves a second sooner than a process that is started then, and it
@@ -122,7 +122,7 @@ class CoordinatorKeeper:
         """started: called for each coordinator that was started."""
         self._config, self._note, self._started = config, note, started
         self._coordinator: asyncio.subprocess.Process | None = None
-        self._pulse = -1
+        self._liveness = -1
         self._next: _Started | None = None
         self._standing_by: asyncio.Task[None] | None = None
         self._leave_by: signal.Signals | None = None
@@ -135,12 +135,12 @@ class CoordinatorKeeper:
         config = self._config
         for told in self._put_back():
             self._note(told)
-        self._close_pulse()
+        self._close_liveness()
         started, self._next = self._next, None
         if started is None or started.process.returncode is not None:
             started = await self._spawn()
         started.take()
-        self._coordinator, self._pulse = started.process, started.pulse
+        self._coordinator, self._liveness = started.process, started.liveness
         if self._standing_by is None:
             self._standing_by = asyncio.create_task(self._stand_by())
         _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": config.term})
@@ -150,7 +150,7 @@ class CoordinatorKeeper:
 
     async def _spawn(self, gate: int | None = None) -> _Started:
         config = self._config
-        reads, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        reads, liveness = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         lifelines = () if config.lifeline is None else (config.lifeline,)
         gates = () if gate is None else (gate,)
         try:
@@ -163,9 +163,9 @@ class CoordinatorKeeper:
                 f"--copies={config.copies}",
                 f"--instance={config.instance}",
                 *(f"--lifeline={fd}" for fd in lifelines),
-                f"--pulse={pulse}",
+                f"--liveness={liveness}",
                 *(f"--gate={fd}" for fd in gates),
-                pass_fds=(*config.inherited, *lifelines, *gates, config.listener.fileno(), pulse),
+                pass_fds=(*config.inherited, *lifelines, *gates, config.listener.fileno(), liveness),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Ctrl-C in the terminal must not reach the coordinator: it has to end the job in order first.
                 start_new_session=True,
@@ -174,7 +174,7 @@ class CoordinatorKeeper:
             os.close(reads)
             raise
         finally:
-            os.close(pulse)
+            os.close(liveness)
         return _Started(process, reads)
 
     async def _stand_by(self) -> None:
@@ -206,7 +206,7 @@ class CoordinatorKeeper:
                 continue
             self._next = None
             standby.close_gate()
-            os.close(standby.pulse)
+            os.close(standby.liveness)
             pause_s = min(2 * pause_s, STANDBY_MOST_S)
             if standby.process.returncode == EXIT_OTHER_VERSION and not told:
                 told = True
@@ -327,12 +327,12 @@ class CoordinatorKeeper:
         if self._next is not None:
             self._next.close_gate()
             await self._next.process.wait()
-            os.close(self._next.pulse)
+            os.close(self._next.liveness)
         self.end_now()
         if self._coordinator is not None:
             await self._coordinator.wait()
         self._config.listener.close()
-        self._close_pulse()
+        self._close_liveness()
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
         """Waits for the coordinator's end. One that is stopped or hangs is killed."""
@@ -355,7 +355,7 @@ class CoordinatorKeeper:
         silence = Silence(self._config.timing)
         while (why := silence.verdict()) is None:
             await asyncio.sleep(silence.every_s)  # silence is no event
-            if spoke := has_spoken(self._pulse):
+            if spoke := has_spoken(self._liveness):
                 self._refusals = 0
             silence.looked(spoke, look(coordinator.pid))
         self._note(f"killing the coordinator: {why}", pid=coordinator.pid)
@@ -364,10 +364,10 @@ class CoordinatorKeeper:
             # on from the ledger.
             coordinator.kill()
 
-    def _close_pulse(self) -> None:
-        if self._pulse >= 0:
-            os.close(self._pulse)
-        self._pulse = -1
+    def _close_liveness(self) -> None:
+        if self._liveness >= 0:
+            os.close(self._liveness)
+        self._liveness = -1
 
 
 def _trouble(path: Path) -> str:
@@ -403,7 +403,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from None
 
 
-# ---------------------------------------------------------------- pulse
+# ---------------------------------------------------------------- liveness
 # Whether a coordinator is stopped or hangs: its loop writes into a pipe, and its launcher counts the silence.
 #
 # Nothing healthy may be ended for the slowness of anybody, so silence is counted in looks of our own, each of which counts
@@ -468,10 +468,10 @@ class Silence:
         return None
 
 
-def has_spoken(pulse: int) -> bool:
-    """Whether something came. pulse: the reading end, which does not block."""
+def has_spoken(liveness: int) -> bool:
+    """Whether something came. liveness: the reading end, which does not block."""
     try:
-        return bool(os.read(pulse, READ_BYTES))
+        return bool(os.read(liveness, READ_BYTES))
     except BlockingIOError:
         return False
 

@@ -8,10 +8,10 @@ import signal
 import pytest
 
 import holdfast
-from holdfast.engines import coordinator_keeper
-from holdfast.engines.coordinator_keeper import (
+from holdfast.engines import coordinator_supervisor
+from holdfast.engines.coordinator_supervisor import (
     CoordinatorConfig,
-    CoordinatorKeeper,
+    CoordinatorSupervisor,
     LauncherSuperseded,
     listen,
 )
@@ -63,7 +63,9 @@ class Job:
             files=files or {},
         )
         self.begun = 0
-        self.keeper = CoordinatorKeeper(config, lambda text, **more: self.notes.append(text), self.on_start)
+        self.supervisor = CoordinatorSupervisor(
+            config, lambda text, **more: self.notes.append(text), self.on_start
+        )
 
     def on_start(self):
         self.begun += 1
@@ -71,13 +73,13 @@ class Job:
     def run(self, meanwhile=None):
         async def keep():
             try:
-                await self.keeper.start()
-                keeping = asyncio.create_task(self.keeper.keep())
+                await self.supervisor.start()
+                keeping = asyncio.create_task(self.supervisor.keep())
                 if meanwhile is not None:
                     meanwhile()
                 await keeping
             finally:
-                await self.keeper.close()
+                await self.supervisor.close()
 
         asyncio.run(keep())
         return self
@@ -100,16 +102,16 @@ def test_one_that_fails_is_not_started_for_ever_and_a_successor_s_is_left_alone(
 
 def test_one_that_is_asked_to_go_is_not_followed(tmp_path, monkeypatch):
     job = Job(tmp_path, monkeypatch, None)
-    job.run(job.keeper.hand_over)
+    job.run(job.supervisor.hand_over)
     assert (job.begun, job.processes[0].signals) == (1, [signal.SIGTERM])
     job = Job(tmp_path, monkeypatch, None)
-    job.run(job.keeper.end_now)
+    job.run(job.supervisor.end_now)
     assert (job.begun, job.processes[0].signals) == (1, [signal.SIGKILL])
 
 
 def test_one_that_is_being_started_hears_it_too(tmp_path, monkeypatch):
     job = Job(tmp_path, monkeypatch, None)
-    job.keeper.end_now()
+    job.supervisor.end_now()
     assert job.run().processes[0].signals == [signal.SIGKILL]
 
 
@@ -135,7 +137,7 @@ def without_pauses(job):
     async def sleep(seconds):
         job.pauses.append(seconds)
 
-    job.keeper._sleep = sleep
+    job.supervisor._sleep = sleep
     return job
 
 
@@ -212,13 +214,13 @@ class Waits:
     def __init__(self, job, monkeypatch):
         self.job, self.gates, self.came = job, {}, asyncio.Event()
         start = asyncio.create_subprocess_exec
-        monkeypatch.setattr(coordinator_keeper, "STANDBY_S", 0)
+        monkeypatch.setattr(coordinator_supervisor, "STANDBY_S", 0)
 
         async def started(*command, **more):
             process = await start(*command, **more)
             for word in command:
                 if word.startswith("--gate="):
-                    # As its own, for the keeper closes its copy.
+                    # As its own, for the supervisor closes its copy.
                     self.gates[process] = os.dup(int(word.partition("=")[2]))
                     self.came.set()
             return process
@@ -236,8 +238,8 @@ def test_the_next_one_waits_beside_it_and_is_let_in_when_it_is_lost(tmp_path, mo
     waits = Waits(job, monkeypatch)
 
     async def keep():
-        await job.keeper.start()
-        keeping = asyncio.create_task(job.keeper.keep())
+        await job.supervisor.start()
+        keeping = asyncio.create_task(job.supervisor.keep())
         await waits.until(1)
         (second,) = waits.gates
         os.set_blocking(waits.gates[second], False)
@@ -249,10 +251,10 @@ def test_the_next_one_waits_beside_it_and_is_let_in_when_it_is_lost(tmp_path, mo
         third = job.processes[2]
         assert job.begun == 2
         # The end of the job, while the third one waits: it is told to end, and did not serve.
-        job.keeper.hand_over()
+        job.supervisor.hand_over()
         await keeping
         third.send_signal(signal.SIGTERM)
-        await job.keeper.close()
+        await job.supervisor.close()
         assert os.read(waits.gates[third], 1) == b""
         for gate in waits.gates.values():
             os.close(gate)
@@ -266,13 +268,13 @@ def test_one_of_another_version_waits_for_nothing_and_a_person_is_told_once(tmp_
     waits = Waits(job, monkeypatch)
 
     async def keep():
-        await job.keeper.start()
-        keeping = asyncio.create_task(job.keeper.keep())
+        await job.supervisor.start()
+        keeping = asyncio.create_task(job.supervisor.keep())
         await waits.until(4)
-        job.keeper.end_now()
+        job.supervisor.end_now()
         await keeping
         job.processes[-1].send_signal(signal.SIGTERM)
-        await job.keeper.close()
+        await job.supervisor.close()
 
     asyncio.run(keep())
     (note,) = job.notes
