@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.engines.shown import Shown
+from holdfast.engines.shown import TolerantView
 from holdfast.observe.live import PlainView
 from holdfast.protocol.job import JobSpec
 
@@ -12,7 +12,7 @@ from holdfast.protocol.job import JobSpec
 def show_with(monkeypatch, tmp_path, stdout):
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(sys, "stderr", (tmp_path / "err").open("w"))
-    shown = Shown(PlainView(JobSpec(name="demo", script="train.py"), tmp_path))
+    shown = TolerantView(PlainView(JobSpec(name="demo", script="train.py"), tmp_path))
     for _ in range(2):
         shown.output(b"step\n")
         shown.note("the job goes on")

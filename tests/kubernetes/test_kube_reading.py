@@ -218,7 +218,9 @@ def test_what_a_pod_waits_for_is_in_the_words_of_who_knows() -> None:
         ('{"outcome": 7}', None),
     ],
 )
-def test_a_coordinators_termination_message(message: str, termination_message: TerminationMessage | None) -> None:
+def test_a_coordinators_termination_message(
+    message: str, termination_message: TerminationMessage | None
+) -> None:
     ended = [{"state": {"terminated": {"exitCode": 0, "message": message}}}]
     seen = pod_seen(pod("llm-c1", phase="Succeeded", containerStatuses=ended), "llm", "u-1")
     assert seen is not None

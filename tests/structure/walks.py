@@ -232,7 +232,7 @@ engines/client:JobClient.watch by FolderReach
 engines/launcher:Launcher._watch by JobClient
     engines/launcher:Launcher.on_announcement
         engines/launcher:Launcher._show
-            engines/shown:Shown.event
+            engines/shown:TolerantView.event
                 cli/followers:Followers.event
                     observe/live:PlainView.event
                         observe/event_text:EventLines.line

@@ -72,11 +72,11 @@ def _look_on(folder: Path, no_ui: bool) -> JobReport:
     from holdfast.cli.view import view_of
     from holdfast.engines import jobs
     from holdfast.engines.reach import client_of
-    from holdfast.engines.shown import Shown
+    from holdfast.engines.shown import TolerantView
     from holdfast.protocol.job_report import JobReport
 
     view = view_of(jobs.read_spec(folder), folder, no_ui)
-    shown = Shown(view)
+    shown = TolerantView(view)
 
     async def watch() -> JobReport | None:
         watching = asyncio.current_task()

@@ -60,7 +60,7 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
 
     from holdfast.cli.view import keep_ticking, view_of, write_report
     from holdfast.engines import jobs
-    from holdfast.engines.shown import Shown, unread
+    from holdfast.engines.shown import TolerantView, unread
     from holdfast.kubernetes.commands.follow import Follower
     from holdfast.protocol.job_report import JobReport
 
@@ -69,7 +69,7 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
     async def show() -> JobReport:
         ticking = asyncio.create_task(keep_ticking(view))
         try:
-            return await Follower(folder, Shown(view)).run()
+            return await Follower(folder, TolerantView(view)).run()
         finally:
             ticking.cancel()
 

@@ -26,7 +26,7 @@ PATIENCE_S = 10.0
 """How long an answer may take, and how long a coordinator may take that is being started again."""
 
 
-class NotHeard(Exception):
+class RequestNotTaken(Exception):
     """Nobody took the request: there is no coordinator yet, or it is about to leave the job to another one."""
 
 
@@ -58,7 +58,7 @@ class Reach(Protocol):
         """One request.
 
         Raises:
-            NotHeard: it may be sent again.
+            RequestNotTaken: it may be sent again.
             NoAnswer: the job is not running.
             aiohttp.ClientError, TimeoutError: it may have been carried out, or not.
         """
@@ -117,11 +117,11 @@ class FolderReach:
     async def send(self, method: str, path: str, body: str) -> Answer:
         """See `Reach`."""
         if (where := self._where()) is None:
-            raise NotHeard("it is still starting")
+            raise RequestNotTaken("it is still starting")
         try:
             return await request(self._token, where, method, path, body, limit_s=PATIENCE_S)
         except (aiohttp.ClientConnectorError, Unproven) as error:  # it may be starting again
-            raise NotHeard(str(error)) from error
+            raise RequestNotTaken(str(error)) from error
 
     async def listen(self, after: int) -> AsyncGenerator[str]:
         """See `Reach`."""
@@ -199,7 +199,7 @@ class JobClient:
         while time.monotonic() < deadline:
             try:
                 return await self._send(method, path, body)
-            except NotHeard as error:
+            except RequestNotTaken as error:
                 why = str(error)
             except (aiohttp.ClientError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
@@ -212,7 +212,7 @@ class JobClient:
         answer = await self._reach.send(method, path, body)
         # With this header alone: a coordinator that cannot write its ledger answers 503 as well, to be read by people.
         if answer.status == 503 and "Retry-After" in answer.headers:
-            raise NotHeard(answer.words)
+            raise RequestNotTaken(answer.words)
         if answer.status >= 400:
             raise UsageError(answer.words)
         return answer.body

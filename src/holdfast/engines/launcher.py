@@ -26,7 +26,7 @@ from holdfast.engines.coordinator_supervisor import (
     listen,
 )
 from holdfast.engines.scraping import publish, withdraw
-from holdfast.engines.shown import Shown, View
+from holdfast.engines.shown import TolerantView, View
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.protocol.engine_orders import (
     Availability,
@@ -68,7 +68,7 @@ class Launcher(ABC):
 
     def __init__(self, spec: JobSpec, job_dir: Path, view: View, port: int = 0) -> None:
         self.spec, self.job_dir, self.port = spec, job_dir, port
-        self.view: View = Shown(view)
+        self.view: View = TolerantView(view)
         self.engine: NodeProvider | None = None
         self.interrupts = 0
         self._gives_back = False

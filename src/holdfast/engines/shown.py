@@ -28,7 +28,7 @@ class View(Protocol):
         """Something about the launcher itself."""
 
 
-class Shown:
+class TolerantView:
     """Passes everything on to a view, and survives that nobody reads it any more.
 
     The launcher decides while it shows: it orders nodes, and it takes the stop that a person or a scheduler asks for. An

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import Allocation, JobFolder
-from holdfast.engines.shown import Shown, View
+from holdfast.engines.shown import TolerantView, View
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.commands import SlurmCommands, SlurmError, check_installed
 from holdfast.engines.slurm.script import job_script
@@ -324,7 +324,7 @@ class RankZero:
 
 async def submit_and_follow(spec: JobSpec, folder: JobFolder, view: View) -> JobReport:
     """Returns the job's report."""
-    shown = RankZero(Shown(view))
+    shown = RankZero(TolerantView(view))
     try:
         submitter = Submitter(spec, folder, shown)
         id = await submitter.submit()

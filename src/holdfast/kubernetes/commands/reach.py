@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.coordinator.service.store import FIRST
 from holdfast.engines import jobs
-from holdfast.engines.client import PATIENCE_S, NoAnswer, NotHeard
+from holdfast.engines.client import PATIENCE_S, NoAnswer, RequestNotTaken
 from holdfast.engines.jobs import Allocation
 from holdfast.errors import Damaged, UsageError
 from holdfast.kubernetes import names
@@ -75,7 +75,7 @@ class KubernetesReach:
             await self._status()
         except NoAnswer:
             return False
-        except NotHeard:
+        except RequestNotTaken:
             return True
         return True
 
@@ -86,10 +86,10 @@ class KubernetesReach:
             return await self.tunnel.request(pod, where, self._token, method, path, body, PATIENCE_S)
         # In these cases the coordinator has not taken the request. Other errors leave that
         # open, and are the caller's.
-        except (aiohttp.ClientConnectorError, Unproven, NotHeard) as error:
+        except (aiohttp.ClientConnectorError, Unproven, RequestNotTaken) as error:
             self._where = None
             await asyncio.sleep(AGAIN_S)
-            raise NotHeard(str(error)) from error
+            raise RequestNotTaken(str(error)) from error
 
     async def listen(self, after: int) -> AsyncGenerator[str]:
         """See `Reach`. At the job's end its ledger and report are left in the folder: they end with the coordinator's pod."""
@@ -105,7 +105,7 @@ class KubernetesReach:
                         # Before it is told: who hears it leaves.
                         await self._keep(socket, frame.data)
                     yield frame.data
-        except (aiohttp.ClientError, OSError, TimeoutError, NotHeard, NoAnswer):
+        except (aiohttp.ClientError, OSError, TimeoutError, RequestNotTaken, NoAnswer):
             pass
         self._where = None
         # Another coordinator may have the job now, and who asks again at once asks the API server each time.
@@ -130,12 +130,12 @@ class KubernetesReach:
     # ------------------------------------------------------------ where it is
 
     async def _find(self) -> tuple[str, Endpoint]:
-        """The coordinator's pod. Raises NotHeard; NoAnswer: there will be none."""
+        """The coordinator's pod. Raises RequestNotTaken; NoAnswer: there will be none."""
         if self._where is None:
             status = await self._status()
             seen = status.coordinator
             if seen is None or seen.pod is None or seen.address is None:
-                raise NotHeard(
+                raise RequestNotTaken(
                     f"it does not have a coordinator yet; state reported by the operator: {status.state or 'none'}"
                 )
             self._token = self._token or await self._read_token()
@@ -146,12 +146,14 @@ class KubernetesReach:
         try:
             answer = await self.tunnel.ask_openly(pod, NAME_PATH, NAME_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NotHeard(str(error) or type(error).__name__) from error
+            raise RequestNotTaken(str(error) or type(error).__name__) from error
         # Where the pod is not reached, the API server answers by itself. That must not be
         # read as a coordinator's name.
         if answer.status != 200:
-            raise NotHeard(f"{pod} cannot be reached: {_words(answer)}")
-        said = decode(_names.decode, answer.body, f"the name of the coordinator in {pod}", error=NotHeard)
+            raise RequestNotTaken(f"{pod} cannot be reached: {_words(answer)}")
+        said = decode(
+            _names.decode, answer.body, f"the name of the coordinator in {pod}", error=RequestNotTaken
+        )
         # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
         # server's word.
         return Endpoint(
@@ -174,14 +176,14 @@ class KubernetesReach:
         suspended = status.condition(ConditionType.SUSPENDED)
         # It goes on by itself, so whoever looks on waits with it.
         if status.holds(ConditionType.SUSPENDED) and suspended is not None and suspended.reason == QUEUED:
-            raise NotHeard(f"the job {self._name!r} has no pods: {suspended.message}")
+            raise RequestNotTaken(f"the job {self._name!r} has no pods: {suspended.message}")
         if status.holds(ConditionType.SUSPENDED):
             # As a person wants it, or still, where the operator has not seen yet that nobody wants it any more.
             if there.get("spec", {}).get("runPolicy", {}).get("suspend"):
                 raise NoAnswer(
                     f"the job {self._name!r} is suspended: it continues when spec.runPolicy.suspend is false"
                 )
-            raise NotHeard(f"the job {self._name!r} is being resumed")
+            raise RequestNotTaken(f"the job {self._name!r} is being resumed")
         return status
 
     async def _read_token(self) -> str:
@@ -193,17 +195,17 @@ class KubernetesReach:
         try:
             return await self._api.get(path)
         except NoApiAnswer as error:
-            raise NotHeard(f"the API server does not answer: {error}") from error
+            raise RequestNotTaken(f"the API server does not answer: {error}") from error
         except ApiError as error:
             if error.status == 404:
                 # A new job has no Secret yet, so one waits. A missing object was deleted,
                 # and nothing more will come.
                 if "secrets" in path:
-                    raise NotHeard(gone) from error
+                    raise RequestNotTaken(gone) from error
                 self._is_over()
                 raise NoAnswer(f"the job {self._name!r} is not running: {gone}") from None
             if error.may_pass:
-                raise NotHeard(str(error)) from error
+                raise RequestNotTaken(str(error)) from error
             raise UsageError(f"the API server refused the request: {error}") from None
 
     def _is_over(self) -> None:

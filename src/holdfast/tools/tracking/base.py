@@ -49,8 +49,8 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts in a row that were not delivered."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a sender of traces: what the ledger said of incidents that are still open."""
+class OpenIncidents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sender of traces knows of incidents that are still open, from the ledger."""
 
     facts: dict[int, dict[str, Any]] = {}
     """Number of the incident to its newest facts."""
@@ -86,7 +86,7 @@ class PositionFile(msgspec.Struct, frozen=True, kw_only=True):
     """W&B: how often the job computed, the first time included."""
     notes: Notes = Notes()
     """Notifiers."""
-    told: Told = Told()
+    told: OpenIncidents = OpenIncidents()
     """OpenTelemetry."""
 
 

@@ -25,7 +25,7 @@ from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
 from holdfast.observe.traces import Span, phases, span_id, trace_id, whole
 from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, add_incident
-from holdfast.tools.tracking.base import FileTracker, Told
+from holdfast.tools.tracking.base import FileTracker, OpenIncidents
 from holdfast.tools.tracking.position import Batch
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Otlp(FileTracker):
         """See `Tracker`. Raises UsageError: nobody takes the spans; the position is the one before."""
         told = self._kept.value.told
         if batch.position.ledger != self.position.ledger:
-            told = Told()  # incidents of another start have numbers of their own
+            told = OpenIncidents()  # incidents of another start have numbers of their own
         spans: list[dict[str, Any]] = []
         made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
         for part in batch.parts:
@@ -154,7 +154,7 @@ class Otlp(FileTracker):
         told = _without_closed(told)
         self._kept.replace(msgspec.structs.replace(self._kept.value, told=told, position=batch.position))
 
-    def _spans_of(self, told: Told, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
+    def _spans_of(self, told: OpenIncidents, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
         over = [entry.fields["id"]] if entry.kind in _OVER else []
         # Nothing comes after the end, so incidents that are open are sent as far as they came.
         over = list(told.facts) if entry.kind == "ended" else over
@@ -226,7 +226,7 @@ def _headers() -> dict[str, str]:
 # ---------------------------------------------------------------- pure from here on
 
 
-def _heard(told: Told, entry: LedgerEntry) -> Told:
+def _heard(told: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
     """With what an event says of an incident."""
     facts, about, before, closed = dict(told.facts), dict(told.about), dict(told.before), set(told.closed)
     fields = entry.fields
@@ -259,7 +259,7 @@ def _heard(told: Told, entry: LedgerEntry) -> Told:
     )
 
 
-def _without_closed(told: Told) -> Told:
+def _without_closed(told: OpenIncidents) -> OpenIncidents:
     """Without those that were sent. One that is opened again tells its facts again."""
     return msgspec.structs.replace(
         told,
@@ -276,7 +276,7 @@ class Made(msgspec.Struct, frozen=True):
     ledger: str
     began_utc_s: float
 
-    def spans(self, told: Told, number: int) -> list[dict[str, Any]]:
+    def spans(self, told: OpenIncidents, number: int) -> list[dict[str, Any]]:
         """The incident and its phases; none of one that began nobody knows when."""
         facts = told.facts[number]
         span = whole(facts)
