@@ -20,6 +20,7 @@ from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.snapshots import Saving
 from holdfast.protocol.wire.frames import encode
 
@@ -55,7 +56,7 @@ def ready(worker: Worker) -> m.Ready:
 
 def job(nodes: int, nproc: int) -> JobSpec:
     """That may go on with any number of them, and saves nothing."""
-    saving = Saving(memory="0")
+    saving = Saving(SnapshotOptions("0"))
     return JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=nodes, nproc=nproc, saving=saving)
 
 

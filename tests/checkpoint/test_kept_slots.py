@@ -15,6 +15,7 @@ from holdfast.checkpoint.memory import SlotPool
 from holdfast.coordinator.kernel import events as e
 from holdfast.errors import MemoryShort, SlotsTaken
 from holdfast.protocol import messages as m
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.snapshots import Lack, Saving
 
 BLOB = 100_000
@@ -103,7 +104,7 @@ class Cluster:
     """The core, and two agents' real memories that do what it says."""
 
     def __init__(self, a, b):
-        self.desk = running(2, shape=(2, 1), saving=Saving("1", 1, 0, (TIER,)))
+        self.desk = running(2, shape=(2, 1), saving=Saving(SnapshotOptions("1", 1), 0, (TIER,)))
         self.nodes = {"n0": a, "n1": b}
         self.heard = {"n0": 0, "n1": 0}
         self.done = len(self.desk.actions)

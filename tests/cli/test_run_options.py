@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from holdfast.cli.spec import parse_nnodes, parse_nproc, parse_replay, plan
+from holdfast.cli.spec import check_replay, parse_nnodes, parse_nproc, plan
 from holdfast.engines.jobs import exit_code
 from holdfast.engines.run_options import FailureOptions, NodeOptions, RunOptions
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.snapshots import Saving
 from reports import report_of
 
@@ -66,7 +67,9 @@ def test_what_is_not_given_is_what_a_specification_has_by_default(home):
 
 
 def test_a_share_of_steps_to_compute_twice():
-    assert (parse_replay("", 1), parse_replay("1/1", 2), parse_replay("1/1000", 2)) == (0, 1, 1000)
+    for text, workers, every in (("", 1, 0), ("1/1", 2, 1), ("1/1000", 2, 1000)):
+        check_replay(text, workers)
+        assert HealthSpec(replay=text).replay_every == every
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_a_share_of_steps_to_compute_twice():
 )
 def test_a_share_that_means_nothing_is_refused(text, workers):
     with pytest.raises(UsageError, match="--replay"):
-        parse_replay(text, workers)
+        check_replay(text, workers)
 
 
 def test_srun_around_the_command_is_refused(holdfast, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_options import SnapshotOptions, Timing
 from holdfast.protocol.job_view import CHANGED, WHOLE, ReceivedView
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.snapshots import Saving
@@ -218,7 +218,7 @@ async def serving(home: Path, detection_s: float = 1.0, copies: int = 0, **spec:
     job_dir = home / "jobs" / "job"
     job_dir.mkdir(parents=True, exist_ok=True)
     (job_dir / "token").write_text("secret")
-    defaults = {"min_nodes": 1, "max_nodes": 2, "saving": Saving(memory="0")}
+    defaults = {"min_nodes": 1, "max_nodes": 2, "saving": Saving(SnapshotOptions("0"))}
     job = JobSpec(
         name="job", script="train.py", **{**defaults, **spec}, timing=Timing(detection_s=detection_s)
     )

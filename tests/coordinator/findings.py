@@ -8,10 +8,11 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.state import WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
+from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.job_options import HealthSpec
 
 FATAL, ERROR, WARNING = Severity.FATAL, Severity.ERROR, Severity.WARNING
-WIDE = HealthSpec(blast_share=1.0)
+WIDE = HealthSpec(blast_radius="100%")
 
 
 def finding(

@@ -8,8 +8,8 @@ from findings import ERROR, come_back, finds, marked, park_all, train_on, verdic
 from holdfast.coordinator.health import limits
 from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import Condition, HealthSpec, Remedy
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.health import Condition, Remedy
+from holdfast.protocol.job_options import HealthSpec, Timing
 
 PATIENT = Timing(detection_s=60.0)
 
@@ -166,7 +166,7 @@ def test_what_was_planned_is_called_off_when_many_report_the_same():
 
 
 def test_machines_that_were_replaced_since_count_on_both_sides():
-    desk = running(4, health=HealthSpec(blast_share=0.5, blast_window_s=5.0))
+    desk = running(4, health=HealthSpec(blast_radius="50%", blast_window_s=5.0))
     finds(desk, "n0", "link-down")
     for name in ("m1", "m2"):
         come_back(desk, name, identity=name.upper())

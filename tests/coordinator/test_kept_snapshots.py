@@ -7,12 +7,13 @@ from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.snapshots import Copy, Lack, Saving
 
 
 def sharded(step: int = 6) -> Desk:
     """Two nodes with a shard each, and a snapshot of which each holds both."""
-    desk = running(2, shape=(2, 1), saving=Saving("1", 1, 0, (TIER,)))
+    desk = running(2, shape=(2, 1), saving=Saving(SnapshotOptions("1", 1), 0, (TIER,)))
     begins(desk, step)
     copies_come(desk, step)
     assert desk.complete_snapshots() == [step]
@@ -197,7 +198,7 @@ def test_an_agent_that_comes_back_is_told_what_is_kept():
 
 def test_a_saver_without_a_slot_now_gets_a_copy_from_the_other_later():
     """Replicas that hold the same: what one cannot save itself it may still hold."""
-    desk = running(2, saving=Saving("1", 1, 0, (TIER,)))
+    desk = running(2, saving=Saving(SnapshotOptions("1", 1), 0, (TIER,)))
     copy = desk.snapshot(6, "n0", "n1")
     other = desk.snapshot(8, "n0")
     refuses(desk, "n1", other, Lack.SLOT)

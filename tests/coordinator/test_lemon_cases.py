@@ -9,7 +9,8 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import HealthSpec, Remedy
+from holdfast.protocol.health import Remedy
+from holdfast.protocol.job_options import HealthSpec
 
 LEMON = [Remembered(kind=RecordKind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)]
 
@@ -145,7 +146,7 @@ def test_the_limit_of_nodes_that_are_acted_on_holds_for_lemons():
 
 
 def test_and_so_does_the_budget_of_repairs():
-    desk = sour(max_restarts=1, health=HealthSpec(blast_share=1.0))
+    desk = sour(max_restarts=1, health=HealthSpec(blast_radius="100%"))
     better(desk, "m0")
     finds(desk, "n2", "xid-79", FATAL, Remedy.REPLACE)
     train_on(desk)

@@ -11,6 +11,7 @@ from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import Capacity, EngineTraits
 from holdfast.protocol.job import Durable
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.job_report import InMemory, SnapshotCounts
 from holdfast.protocol.snapshots import DurableTier, Lack, Saving
 
@@ -229,7 +230,7 @@ def test_a_script_that_is_stopped_may_have_given_more_than_was_due():
 
 
 def test_that_a_script_saves_faster_than_can_be_kept_is_said_once_and_counted():
-    desk = at_level_0(2, saving=Saving(copies=0))
+    desk = at_level_0(2, saving=Saving(SnapshotOptions(copies=0)))
     for step in (3, 4, 5, 6):
         gave(desk, step, 0, 1)
         late = copy_of(step + 10, 1, 0, 2, "a").key
@@ -242,7 +243,7 @@ def test_that_a_script_saves_faster_than_can_be_kept_is_said_once_and_counted():
 
 @pytest.mark.parametrize("quicker", [0, 1])
 def test_a_last_state_that_was_skipped_at_first_is_complete_when_all_ranks_bring_it_after_all(quicker):
-    desk = at_level_0(2, saving=Saving(copies=0, tiers=BOTH.tiers))
+    desk = at_level_0(2, saving=Saving(SnapshotOptions(copies=0), tiers=BOTH.tiers))
     skips = m.SnapshotRejected(copy_of(9, 1, 0, 2, "a").key, "still being copied", Lack.SLOT, paced=True)
     if quicker:
         gave(desk, 9, 1)

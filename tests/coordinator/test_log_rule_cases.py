@@ -7,7 +7,8 @@ from desk import running
 from findings import ERROR, WIDE, finds, log_says, marked, train_on, verdicts
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.protocol.health import HealthSpec, Remedy
+from holdfast.protocol.health import Remedy
+from holdfast.protocol.job_options import HealthSpec
 
 
 def restarted(desk):

@@ -9,6 +9,7 @@ from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
 from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.snapshots import DurableTier, Saving
 
 EVERY_WHOLE = DurableTier("checkpoint", "1")
@@ -161,7 +162,7 @@ def test_too_few_nodes_is_said_once():
 
 
 def test_no_copies_are_wanted():
-    desk = running(3, saving=Saving(copies=0))
+    desk = running(3, saving=Saving(SnapshotOptions(copies=0)))
     assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False, False]
     desk.snapshot(6, "n0")
     assert desk.complete_snapshots() == [6]
@@ -169,7 +170,7 @@ def test_no_copies_are_wanted():
 
 
 def test_two_copies_are_asked_for_one_by_one_missing():
-    desk = running(1, spares=4, saving=Saving(copies=2))
+    desk = running(1, spares=4, saving=Saving(SnapshotOptions(copies=2)))
     copy = desk.snapshot(6, "n0")
     assert len(asked(desk)) == 2
     other = next(f"n{i}" for i in range(1, 5) if (f"n{i}", 6) not in asked(desk))
@@ -260,7 +261,7 @@ def test_a_rank_that_brings_nothing_makes_room_for_the_next_snapshot():
 
 def test_a_whole_snapshot_that_lost_a_rank_is_none():
     """Its shards could not be stored, and later ones would be taken for older."""
-    desk = at_level_0(saving=Saving(copies=0, tiers=(EVERY_WHOLE,)))
+    desk = at_level_0(saving=Saving(SnapshotOptions(copies=0), tiers=(EVERY_WHOLE,)))
     for rank in range(3):
         desk.holds(f"n{rank}", copy_of(9, rank=rank, world=3))
     assert desk.complete_snapshots() == [9]
@@ -270,7 +271,7 @@ def test_a_whole_snapshot_that_lost_a_rank_is_none():
 
 
 def test_ranks_with_equal_bytes_write_their_row_once():
-    desk = at_level_0(saving=Saving(copies=0, tiers=(EVERY_WHOLE,)))
+    desk = at_level_0(saving=Saving(SnapshotOptions(copies=0), tiers=(EVERY_WHOLE,)))
     for rank, bits in enumerate(("same", "same", "other")):
         desk.holds(f"n{rank}", copy_of(6, rank=rank, world=3, bits=bits))
     orders = {order.key.rank: order.blob for _, order in desk.sent(m.StoreShard)}
@@ -373,7 +374,7 @@ def test_its_own_memory_is_the_first_source():
 
 
 def test_a_script_is_told_what_there_is():
-    desk = at_level_0(2, saving=Saving(copies=0))
+    desk = at_level_0(2, saving=Saving(SnapshotOptions(copies=0)))
     worker = desk.worker_on("n1")
     desk.says(worker, m.FindSnapshot(1))
     assert desk.told(worker, m.SnapshotFound) == [m.SnapshotFound(1)]

@@ -11,12 +11,15 @@ from holdfast.coordinator.membership.resize import check_resize
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import Capacity
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.phases import BLOCK_STEPS, Spent
 from holdfast.protocol.snapshots import Saving
 
 
 def sharded(nodes: int = 4, spares: int = 0, copies: int = 0, **spec: object) -> Desk:
-    return running(nodes, spares, shape=(2, 1), saving=Saving("1", copies, 0, (TIER,)), **spec)
+    return running(
+        nodes, spares, shape=(2, 1), saving=Saving(SnapshotOptions("1", copies), 0, (TIER,)), **spec
+    )
 
 
 def rebuilt(desk: Desk) -> str:

@@ -8,12 +8,13 @@ from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.coordinator.storage import memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.snapshots import Copy, Saving
 
 
 def saved(nodes: int = 4, copies: int = 0, step: int = 6) -> Desk:
     """Replicas of two; every node holds its shard of one snapshot."""
-    desk = running(nodes, shape=(2, 1), saving=Saving("1", copies, 0, (TIER,)))
+    desk = running(nodes, shape=(2, 1), saving=Saving(SnapshotOptions("1", copies), 0, (TIER,)))
     desk.shards(step, *(f"n{i}" for i in range(nodes if copies else 2)))
     assert desk.complete_snapshots() == [step]
     return desk
@@ -124,7 +125,7 @@ def test_of_those_that_are_begun_what_was_whole_is_kept_longest_and_what_was_giv
 
 
 def test_a_snapshot_from_before_the_job_knows_its_shape_is_remembered_too():
-    desk = Desk(2, saving=Saving("1", 0, 0, (TIER,)))
+    desk = Desk(2, saving=Saving(SnapshotOptions("1", 0), 0, (TIER,)))
     shards = [copy_of(6, -5, rank=p, world=2) for p in range(2)]  # of a run before
     for node, shard in zip(("n0", "n1"), shards, strict=True):
         desk.node(node, copies=(shard,))
@@ -150,7 +151,9 @@ def test_what_agents_could_not_keep_while_there_was_no_coordinator_pushes_out_no
 
 def replaced(then: Remedy | None = None) -> Desk:
     """Plain FSDP: n1 is to leave, and the spare has taken its place; the newest snapshot is from before."""
-    desk = running(2, spares=1, shape=(2, 1), saving=Saving("100", 0, 0, (TIER,)), health=WIDE)
+    desk = running(
+        2, spares=1, shape=(2, 1), saving=Saving(SnapshotOptions("100", 0), 0, (TIER,)), health=WIDE
+    )
     desk.shards(6, "n0", "n1")
     if then is None:
         desk.do(e.NodeGoing("n1", "drained", None))
@@ -221,7 +224,9 @@ def test_a_device_is_reset_with_the_memory_kept():
 
 def test_while_only_a_part_of_the_state_lives_no_node_is_booted():
     """What is in its memory may be what all go on from."""
-    desk = running(2, spares=1, shape=(2, 1), saving=Saving("100", 0, 0, (TIER,)), health=WIDE)
+    desk = running(
+        2, spares=1, shape=(2, 1), saving=Saving(SnapshotOptions("100", 0), 0, (TIER,)), health=WIDE
+    )
     first, second = desk.members()
     desk.exits(second, -9)
     desk.parks(first, 5)
@@ -238,7 +243,7 @@ def test_while_only_a_part_of_the_state_lives_no_node_is_booted():
 
 
 def test_a_spare_that_becomes_what_is_missing_is_waited_for():
-    desk = running(4, spares=1, shape=(2, 1), saving=Saving("100", 0, 0, (TIER,)))
+    desk = running(4, spares=1, shape=(2, 1), saving=Saving(SnapshotOptions("100", 0), 0, (TIER,)))
     desk.do(e.NodeGoing("n1", "drained", None))
     (spare,) = [w for w in desk.workers() if w.startswith("n4")]
     assert desk.told(spare, m.Rebuild) == [m.Rebuild(1)]

@@ -6,12 +6,13 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.snapshots import Saving
 
 
 def sharded(nodes: int = 4, spares: int = 0) -> Desk:
     """Replicas of two workers; each shard is held by one more node than copies are wanted."""
-    return running(nodes, spares, shape=(2, 1), saving=Saving("1", 0, 0, (TIER,)))
+    return running(nodes, spares, shape=(2, 1), saving=Saving(SnapshotOptions("1", 0), 0, (TIER,)))
 
 
 def parked(desk: Desk, committed: int = 6, prepared: bool = False) -> Desk:

@@ -10,7 +10,7 @@ from test_straggler_cases import findings, running, spends, spent
 from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import GradientsDiffer, StatesDiffer
-from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 
 

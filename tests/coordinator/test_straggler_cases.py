@@ -10,7 +10,8 @@ from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
+from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.phases import BLOCK_STEPS, Spent
 
 

@@ -24,7 +24,8 @@ from holdfast.coordinator.kernel.history import RecordKind, Remembered
 from holdfast.coordinator.kernel.state import Incident
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import EngineTraits
-from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy, Severity
+from holdfast.protocol.health import CheckResult, Condition, Remedy, Severity
+from holdfast.protocol.job_options import HealthSpec
 
 # ---------------------------------------------------------------- one incident
 
@@ -679,7 +680,7 @@ def test_deep_checks_that_never_answer():
 
 
 def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to_refuse_it():
-    desk = Desk(2, health=HealthSpec(deep=True))
+    desk = Desk(2, health=HealthSpec(deep_checks=True))
     desk.node("n0")
     assert not desk.workers()
     request = desk.sent(m.RunChecks)[0][1].request
@@ -688,7 +689,7 @@ def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to
 
 
 def test_a_job_waits_for_deep_checks_however_long_they_take():
-    desk = Desk(2, health=HealthSpec(deep=True))
+    desk = Desk(2, health=HealthSpec(deep_checks=True))
     for name in ("n0", "n1"):
         desk.node(name)
     desk.wait(900.0)
@@ -703,7 +704,7 @@ def test_a_job_waits_for_deep_checks_however_long_they_take():
 
 
 def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they_are_new():
-    desk = Desk(2, health=HealthSpec(deep=True))
+    desk = Desk(2, health=HealthSpec(deep_checks=True))
     for name in ("n0", "n1"):
         desk.node(name)
     assert not desk.did(e.ProvideNode)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.spec import parse_share, plan_health
-from holdfast.engines.run_options import HealthOptions
+from holdfast.cli.spec import plan_health
 from holdfast.errors import UsageError
-from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.job_options import HealthSpec
+from holdfast.protocol.units import parse_share
 
 
 def script(folder: Path, name: str, mode: int = 0o755, text: str = "#!/bin/sh\n") -> Path:
@@ -19,7 +19,7 @@ def script(folder: Path, name: str, mode: int = 0o755, text: str = "#!/bin/sh\n"
 
 
 def test_nothing_given_is_the_default():
-    assert plan_health(HealthOptions()) == HealthSpec()
+    assert plan_health(HealthSpec()) == HealthSpec()
 
 
 @pytest.mark.parametrize(("text", "share"), [("25%", 0.25), ("0.1", 0.1), ("100%", 1.0), ("1", 1.0)])
@@ -36,19 +36,23 @@ def test_shares_refused(text):
 def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script(tmp_path, "before-join")
-    spec = plan_health(HealthOptions(history="nodes.sqlite", hooks=Path(), deep=True))
-    assert (spec.history, spec.hooks, spec.deep) == (str(tmp_path / "nodes.sqlite"), str(tmp_path), True)
+    spec = plan_health(HealthSpec(history="nodes.sqlite", hooks=".", deep_checks=True))
+    assert (spec.history, spec.hooks, spec.deep_checks) == (
+        str(tmp_path / "nodes.sqlite"),
+        str(tmp_path),
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (HealthOptions(rules=(Path("none.toml"),)), "none.toml cannot be read"),
-        (HealthOptions(dry_run_rules=("no-such-rule",)), "there is no rule named 'no-such-rule'"),
-        (HealthOptions(watch=False, dry_run_rules=("*",)), "--no-health"),
-        (HealthOptions(history="mysql://x/y"), "postgresql://"),
-        (HealthOptions(history="none/nodes.sqlite"), "does not exist"),
-        (HealthOptions(hooks=Path("none")), "this folder does not exist"),
+        (HealthSpec(rules=("none.toml",)), "none.toml cannot be read"),
+        (HealthSpec(dry_run=("no-such-rule",)), "there is no rule named 'no-such-rule'"),
+        (HealthSpec(watch=False, dry_run=("*",)), "--no-health"),
+        (HealthSpec(history="mysql://x/y"), "postgresql://"),
+        (HealthSpec(history="none/nodes.sqlite"), "does not exist"),
+        (HealthSpec(hooks="none"), "this folder does not exist"),
     ],
 )
 def test_refused(tmp_path, monkeypatch, given, message):
@@ -68,14 +72,14 @@ def test_refused(tmp_path, monkeypatch, given, message):
 def test_hooks_refused(tmp_path, name, mode, text, message):
     script(tmp_path, name, mode, text)
     with pytest.raises(UsageError, match=message):
-        plan_health(HealthOptions(hooks=tmp_path))
+        plan_health(HealthSpec(hooks=str(tmp_path)))
 
 
 def test_a_hook_time_out_that_is_none(tmp_path, monkeypatch):
     script(tmp_path, "on-create")
     monkeypatch.setenv("HOLDFAST_HOOK_TIMEOUT_S", "soon")
     with pytest.raises(UsageError, match="HOLDFAST_HOOK_TIMEOUT_S='soon'"):
-        plan_health(HealthOptions(hooks=tmp_path))
+        plan_health(HealthSpec(hooks=str(tmp_path)))
 
 
 def test_the_command_line_refuses_before_anything_starts(tmp_path, monkeypatch, capsys):
@@ -101,9 +105,9 @@ def test_the_command_line_refuses_before_anything_starts(tmp_path, monkeypatch, 
 
 def test_a_slowness_that_noise_may_be_is_refused():
     with pytest.raises(UsageError, match="cannot be told from noise"):
-        plan_health(HealthOptions(replace_slow=1.05))
-    assert plan_health(HealthOptions(replace_slow=1.3)).replace_slow == 1.3
-    assert plan_health(HealthOptions(dry_run_rules=("slow-rank", "part-*"))).dry_run == (
+        plan_health(HealthSpec(replace_slow=1.05))
+    assert plan_health(HealthSpec(replace_slow=1.3)).replace_slow == 1.3
+    assert plan_health(HealthSpec(dry_run=("slow-rank", "part-*"))).dry_run == (
         "slow-rank",
         "part-*",
     )

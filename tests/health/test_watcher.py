@@ -17,7 +17,8 @@ from holdfast.health.ruleset import catalogue
 from holdfast.health.samples import LogLine, Reading
 from holdfast.health.sources import MachineRoot
 from holdfast.protocol.faults import ArmedFault, FaultKind
-from holdfast.protocol.health import Condition, HealthSpec, Remedy, Severity
+from holdfast.protocol.health import Condition, Remedy, Severity
+from holdfast.protocol.job_options import HealthSpec
 
 OFF_THE_BUS = "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 WITHIN_S = 20.0

@@ -8,7 +8,7 @@ from gpus import forget, stand_in, xid
 from holdfast.agent.health import HealthWatcher
 from holdfast.agent.simulated_sources import append_kernel_lines
 from holdfast.health.sources import MachineRoot
-from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.job_options import HealthSpec
 
 LOCKUP = "watchdog: BUG: soft lockup - CPU#18 stuck for 27s! [python3:2254956]"
 

@@ -24,7 +24,7 @@ from holdfast.coordinator.service.store import KEEPERS, Store
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import Allocation
-from holdfast.engines.run_options import FailureOptions, HealthOptions, NodeOptions, RunOptions, SaveOptions
+from holdfast.engines.run_options import FailureOptions, NodeOptions, RunOptions, SaveOptions
 from holdfast.errors import UsageError
 from holdfast.kubernetes.client.api import Api
 from holdfast.kubernetes.commands.reach import KubernetesReach
@@ -32,6 +32,7 @@ from holdfast.kubernetes.commands.submission import Submission, refuse_wrong, su
 from holdfast.kubernetes.objects.check import check
 from holdfast.kubernetes.objects.schema import job_schema
 from holdfast.kubernetes.objects.status import QUEUED
+from holdfast.protocol.job_options import HealthSpec, SnapshotOptions
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.options import check as check_options
 from holdfast.protocol.options import declared
@@ -65,11 +66,10 @@ def test_every_option_has_its_field():
         failures=FailureOptions(max_restarts=7, faults=("kill-worker:step=3",)),
         save=SaveOptions(
             checkpoints=("s3://bucket/llm,every=10m,keep=5,keep-every=100",),
-            copies=2,
-            snapshot_every="30s",
+            snapshots=SnapshotOptions("30s", copies=2),
             snapshot_memory="2G",
         ),
-        health=HealthOptions(dry_run_rules=("*",), blast_radius="50%", deep=True, replace_slow=1.3),
+        health=HealthSpec(dry_run=("*",), blast_radius="50%", deep_checks=True, replace_slow=1.3),
         log_level="debug",
         kubernetes=ours(node_cpus="8", node_memory="64Gi", node_gpus=8, queue="team-a"),
     )
@@ -149,8 +149,8 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
         ({"job": "Llm_1"}, "--job 'Llm_1'"),
         ({"nodes": NodeOptions(racks=2)}, "--racks"),
         ({"nodes": NodeOptions(topology=Path("x"))}, "--topology"),
-        ({"health": HealthOptions(watch=False)}, "--health"),
-        ({"health": HealthOptions(replay="1/100")}, "--replay"),
+        ({"health": HealthSpec(watch=False)}, "--health"),
+        ({"health": HealthSpec(replay="1/100")}, "--replay"),
         ({"save": SaveOptions(data_cache="/x")}, "--data-cache"),
         ({"port": 7000}, "--port"),
         ({"save": SaveOptions(checkpoints=("here",))}, "--checkpoint here"),
@@ -191,7 +191,9 @@ def test_what_only_the_object_knows_is_refused_with_its_field():
     with pytest.raises(
         UsageError, match=r"spec.snapshots.copies: 3; accepted: fewer than nodes and spares together"
     ):
-        refuse_wrong(plan(nodes=NodeOptions(nnodes="2"), save=SaveOptions(copies=3)))
+        refuse_wrong(
+            plan(nodes=NodeOptions(nnodes="2"), save=SaveOptions(snapshots=SnapshotOptions(copies=3)))
+        )
 
 
 # ------------------------------------------------------------ to the API server
@@ -309,7 +311,7 @@ def test_its_words_are_beside_ours():
     fake = ApplyApi()
     fake.refuse["llm"] = 422
     with pytest.raises(UsageError) as refusal:
-        submitted(fake, plan(save=SaveOptions(copies=9)))
+        submitted(fake, plan(save=SaveOptions(snapshots=SnapshotOptions(copies=9))))
     assert "spec.snapshots.copies: 9; accepted: a whole number from 0 to 8" in str(refusal.value)
     assert "the API server says: Invalid: in its own words" in str(refusal.value)
 

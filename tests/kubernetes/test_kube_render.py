@@ -15,7 +15,7 @@ from holdfast.kubernetes.objects.pod import pod_seen
 from holdfast.kubernetes.objects.render import job_spec
 from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_options import SnapshotOptions, Timing
 
 
 def full() -> HoldfastJob:
@@ -285,7 +285,7 @@ def test_the_specification_is_that_of_any_engine() -> None:
     assert (spec.min_nodes, spec.max_nodes, spec.spares, spec.nproc) == (2, 4, 1, 8)
     assert spec.engine == "kubernetes"
     assert spec.timing == Timing(1.0, 5.0)
-    assert (spec.saving.memory, spec.saving.copies, spec.saving.budget_bytes) == ("10", 2, 200 << 30)
+    assert (spec.saving.snapshots, spec.saving.budget_bytes) == (SnapshotOptions("10", 2), 200 << 30)
     assert [tier.url for tier in spec.saving.tiers] == ["/checkpoints/llm", "s3://b/llm"]
     assert spec.cwd == names.CODE_FOLDER
 

@@ -39,7 +39,8 @@ from holdfast.kubernetes.objects.machine import (
 )
 from holdfast.kubernetes.pods.watch import NodeConditionWriter, watch
 from holdfast.kubernetes.policy.plan import MakeNode, Observed
-from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity, acts_on_node
+from holdfast.protocol.health import Condition, Finding, Remedy, Severity, acts_on_node
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.messages import FindingsReported, NodeReadings
 
 NODE = "/api/v1/nodes/m1"

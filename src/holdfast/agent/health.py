@@ -37,10 +37,10 @@ from holdfast.protocol.health import (
     SUBJECT_CHARS,
     Condition,
     Finding,
-    HealthSpec,
     Remedy,
     Severity,
 )
+from holdfast.protocol.job_options import HealthSpec
 
 _log = logging.getLogger(__name__)
 _CLOSED_AFTER_WRITE, _MOVED_HERE = 0x8, 0x80

@@ -9,14 +9,16 @@ from typing import Any
 
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.cli.kube_options import KubernetesOptions
-from holdfast.cli.spec import parse_nnodes, parse_share
+from holdfast.cli.spec import parse_nnodes
 from holdfast.engines.jobs import default_name
-from holdfast.engines.run_options import HealthOptions, RunOptions, SaveOptions
+from holdfast.engines.run_options import RunOptions, SaveOptions
 from holdfast.errors import UsageError
 from holdfast.kubernetes.commands.submission import CODE_BYTES, Submission
 from holdfast.kubernetes.objects import render
 from holdfast.kubernetes.objects.resource import MAX_NAME, NAME_PATTERN, WORKER
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.options import declared
+from holdfast.protocol.units import parse_share
 
 
 def plan_submission(given: RunOptions) -> Submission:
@@ -184,7 +186,7 @@ def _code(script: str) -> dict[str, str]:
 
 def _snapshots(given: SaveOptions) -> dict[str, Any]:
     memory = {"memory": given.snapshot_memory} if given.snapshot_memory else {}
-    return {"every": given.snapshot_every, "copies": given.copies, **memory}
+    return {"every": given.snapshots.every, "copies": given.snapshots.copies, **memory}
 
 
 def _checkpoint(text: str) -> dict[str, Any]:
@@ -205,13 +207,13 @@ def _checkpoint(text: str) -> dict[str, Any]:
     }
 
 
-def _health(given: HealthOptions) -> dict[str, Any]:
+def _health(given: HealthSpec) -> dict[str, Any]:
     slow = {"replaceSlowPercent": round(given.replace_slow * 100)} if given.replace_slow else {}
     return {
-        **({"dryRun": list(given.dry_run_rules)} if given.dry_run_rules else {}),
+        **({"dryRun": list(given.dry_run)} if given.dry_run else {}),
         # At least 1: a small share that is rounded to 0 would forbid every action.
         "blastRadiusPercent": max(1, round(100 * parse_share("--blast-radius", given.blast_radius))),
-        **({"deepChecks": True} if given.deep else {}),
+        **({"deepChecks": True} if given.deep_checks else {}),
         **slow,
         **({"replaceSuspect": True} if given.replace_suspect else {}),
     }

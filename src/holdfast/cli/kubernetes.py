@@ -43,7 +43,7 @@ def run_on_kubernetes(options: RunOptions) -> int:
     check_report(options.report)
     submission = plan_submission(options)
     check_text(submission.objects())
-    if options.dry_run:
+    if options.preview:
         from holdfast.cli.yaml_file import yaml_text
 
         # Without a cluster only our own checks can speak, and what is printed has passed them.

@@ -89,7 +89,7 @@ def _run(options: RunOptions) -> None:
     from holdfast.cli.spec import plan
 
     spec = plan(options)
-    if options.dry_run:
+    if options.preview:
         _show(spec, engine)
         return
     from holdfast.cli import followers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import shutil
@@ -22,18 +23,18 @@ from holdfast.cli.script_source import importable, read_script, set_before_impor
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.engines.base import Engine, KnownNodes, engine_named
-from holdfast.engines.run_options import HealthOptions, NodeOptions, RunOptions, SaveOptions
+from holdfast.engines.run_options import NodeOptions, RunOptions, SaveOptions
 from holdfast.engines.topology import read_topology
 from holdfast.errors import TierError, UsageError
 from holdfast.health.ruleset import load_rules
 from holdfast.health.stragglers import SLOWER
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
-from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.machine.processes import text_of
 from holdfast.protocol.place import PLACE_VARIABLE, NodePlace, parse_place
 from holdfast.protocol.snapshots import DurableTier, Saving
-from holdfast.protocol.units import parse_size
+from holdfast.protocol.units import parse_share, parse_size
 
 MIN_FREE_BYTES = 256 << 20
 LEAST_LOG_LIMIT = 16 << 20
@@ -59,6 +60,7 @@ def plan(given: RunOptions) -> JobSpec:
     faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
     for fault in faults:
         check_watched(fault, given.health.watch)
+    check_replay(given.health.replay, low * nproc)
     source = read_script(given.script, given.module)
     name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
     spec = JobSpec(
@@ -82,7 +84,6 @@ def plan(given: RunOptions) -> JobSpec:
         saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
         data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
         health=plan_health(given.health),
-        replay_every=parse_replay(given.health.replay, low * nproc),
         log_limit=parse_log_limit(given.log_limit),
         log=_log(given.log_level),
     )
@@ -96,43 +97,26 @@ def plan(given: RunOptions) -> JobSpec:
     return spec
 
 
-def plan_health(given: HealthOptions) -> HealthSpec:
-    """Raises UsageError for what cannot work; nothing is written."""
-    if not given.watch and (given.rules or given.dry_run_rules):
+def plan_health(given: HealthSpec) -> HealthSpec:
+    """With paths that hold everywhere. Raises UsageError for what cannot work; nothing is written."""
+    if not given.watch and (given.rules or given.dry_run):
         raise UsageError(
             "--no-health turns all health rules off, so --health-rules and --health-dry-run would have no effect; "
             "remove either --no-health or these options"
         )
-    rules = tuple(str(path.resolve()) for path in given.rules)
-    if rules or given.dry_run_rules:
-        load_rules(rules, given.dry_run_rules)
-    if given.hooks is not None:
-        check_hooks(given.hooks)
+    rules = tuple(str(Path(path).resolve()) for path in given.rules)
+    if rules or given.dry_run:
+        load_rules(rules, given.dry_run)
+    if given.hooks:
+        check_hooks(Path(given.hooks))
     if given.replace_slow and given.replace_slow < SLOWER:
         raise UsageError(
             f"--replace-slow must be 0 (only report) or at least {SLOWER:g}, below which a slow rank cannot be told "
             f"from noise (got {given.replace_slow:g}), for example 1.3"
         )
-    return HealthSpec(
-        watch=given.watch,
-        rules=rules,
-        dry_run=given.dry_run_rules,
-        history=_history(given.history),
-        blast_share=parse_share("--blast-radius", given.blast_radius),
-        deep=given.deep,
-        hooks=str(given.hooks.resolve()) if given.hooks else "",
-        replace_slow=given.replace_slow,
-        replace_suspect=given.replace_suspect,
-    )
-
-
-def parse_share(option: str, text: str) -> float:
-    """`25%` or `0.25`: more than nothing, at most everything. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text.strip())
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < share <= 1:
-        raise UsageError(f"{option} must be a share of the nodes (got {text!r}), for example 25% or 0.25")
-    return share
+    parse_share("--blast-radius", given.blast_radius)
+    hooks = str(Path(given.hooks).resolve()) if given.hooks else ""
+    return dataclasses.replace(given, rules=rules, history=_history(given.history), hooks=hooks)
 
 
 def _history(text: str) -> str:
@@ -168,7 +152,7 @@ def plan_saving(given: SaveOptions, default: Path) -> Saving:
     Raises:
         UsageError: an option that cannot work; a tier that cannot be written.
     """
-    _cadence("--snapshot-every", given.snapshot_every)
+    _cadence("--snapshot-every", given.snapshots.every)
     # There is always a durable tier: what is only in memory is lost with the machines, and nobody should
     # learn of that afterwards.
     tiers = tuple(_tier(text) for text in given.checkpoints) or (DurableTier(str(default)),)
@@ -182,7 +166,7 @@ def plan_saving(given: SaveOptions, default: Path) -> Saving:
         except TierError as error:
             raise UsageError(f"--checkpoint {tier.url}: {error}") from error
     memory = parse_size("--snapshot-memory", given.snapshot_memory) if given.snapshot_memory else 0
-    return Saving(given.snapshot_every, given.copies, memory, tiers)
+    return Saving(given.snapshots, memory, tiers)
 
 
 def _tier(text: str) -> DurableTier:
@@ -266,10 +250,10 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def parse_replay(text: str, workers: int) -> int:
-    """`1/1000` as 1000; 0 for nothing. workers: that the job has at least. Raises UsageError."""
+def check_replay(text: str, workers: int) -> None:
+    """Takes `1/1000`, and nothing. workers: that the job has at least. Raises UsageError."""
     if not text:
-        return 0
+        return
     match = re.fullmatch(r"1/(\d{1,7})", text)
     if match is None or not int(match[1]):
         raise UsageError(
@@ -280,7 +264,6 @@ def parse_replay(text: str, workers: int) -> int:
             f"--replay {text} needs at least two workers, because another worker computes the micro-batch again; use "
             "more workers, or remove --replay"
         )
-    return int(match[1])
 
 
 def parse_nproc(text: str, gpus_per_node: int = 0) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from holdfast import plugins
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_options import HealthSpec, SnapshotOptions, Timing
 from holdfast.protocol.options import Argument, Option, OptionGroup
 
 # This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
@@ -112,20 +112,7 @@ class SaveOptions:
             ),
         ),
     ] = ()
-    snapshot_every: Annotated[
-        str,
-        Option(
-            usual=True,
-            metavar="auto|STEPS|TIME",
-            help="How often to copy the state to the memory of the nodes: auto, 100 (steps), 30s, or 0 for never.",
-        ),
-    ] = "auto"
-    copies: Annotated[
-        int,
-        Option(
-            metavar="N", least=0, help="Number of other nodes that keep a copy of each snapshot in memory."
-        ),
-    ] = 1
+    snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
     snapshot_memory: Annotated[
         str,
         Option(
@@ -142,84 +129,6 @@ class SaveOptions:
             help="Folder on each node in which data files read from URLs are cached.",
         ),
     ] = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthOptions:
-    """How the nodes' health is watched, and what may be done about it."""
-
-    watch: Annotated[
-        bool,
-        Option(names=("--health/--no-health",), help="Watch the hardware and the kernel log of the nodes."),
-    ] = True
-    rules: Annotated[
-        tuple[Path, ...],
-        Option(
-            names=("--health-rules",),
-            metavar="FILE",
-            help="File of health rules (TOML) that add to or change the built-in ones. Can be repeated.",
-        ),
-    ] = ()
-    dry_run_rules: Annotated[
-        tuple[str, ...],
-        Option(
-            names=("--health-dry-run",),
-            metavar="RULE",
-            help="Record what this rule finds but never act on it; * means all rules. Can be repeated.",
-        ),
-    ] = ()
-    history: Annotated[
-        str,
-        Option(
-            names=("--node-history",),
-            metavar="FILE|URL",
-            default="$HOLDFAST_HOME/health.sqlite",
-            help="Where the history of machines is kept over all jobs: a SQLite file or a PostgreSQL URL.",
-        ),
-    ] = ""
-    blast_radius: Annotated[
-        str,
-        Option(metavar="SHARE", help="Take action on at most this share of the nodes within ten minutes."),
-    ] = "25%"
-    deep: Annotated[
-        bool,
-        Option(names=("--deep-checks",), help="Run the deep checks on a node before it joins the job."),
-    ] = False
-    hooks: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Folder of scripts that run on each node, named on-create, before-join, on-drain and after-job.",
-        ),
-    ] = None
-    replace_slow: Annotated[
-        float,
-        Option(
-            metavar="FACTOR",
-            default="0: only report slow nodes",
-            help="Replace a node that computes this many times slower than its peers (for example 1.3), once it has "
-            "cost more time than a replacement would.",
-        ),
-    ] = 0.0
-    replay: Annotated[
-        str,
-        Option(
-            metavar="1/N",
-            default="no step is computed twice",
-            help="Compute one micro-batch of one step in N again on another node and compare the gradients' bits, for "
-            'example 1/1000. For scripts with reduction="exact".',
-        ),
-    ] = ""
-    replace_suspect: Annotated[
-        bool,
-        Option(
-            names=("--replace-suspect/--ask-suspect",),
-            help=(
-                "Replace a node whose local loss or gradient is repeatedly wrong while those of all other ranks are "
-                "not."
-            ),
-        ),
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,11 +228,12 @@ class RunOptions:
     nodes: Annotated[NodeOptions, OptionGroup("Nodes")] = NodeOptions()
     failures: Annotated[FailureOptions, OptionGroup("Failures")] = FailureOptions()
     save: Annotated[SaveOptions, OptionGroup("Snapshots, checkpoints and data")] = SaveOptions()
-    health: Annotated[HealthOptions, OptionGroup("Health of the nodes")] = HealthOptions()
-    dry_run: Annotated[
+    health: Annotated[HealthSpec, OptionGroup("Health of the nodes")] = field(default_factory=HealthSpec)
+    preview: Annotated[
         bool,
         Option(
             usual=True,
+            names=("--dry-run",),
             help=(
                 "Print what would be started, and exit: the job as YAML, the batch script for Slurm, or the objects "
                 "for Kubernetes."

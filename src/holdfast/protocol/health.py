@@ -154,35 +154,6 @@ class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Of bits that are the same wherever the model is."""
 
 
-class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a job is told about health."""
-
-    watch: bool = True
-    """False: no node is watched."""
-    rules: tuple[str, ...] = ()
-    """TOML files of the user's, added to the catalogue."""
-    dry_run: tuple[str, ...] = ()
-    """Names of rules on trial; `*`: all."""
-    history: str = ""
-    """Where nodes' histories are kept: a SQLite file or a PostgreSQL URL; empty:
-    `$HOLDFAST_HOME/health.sqlite`."""
-    blast_share: float = 0.25
-    """At most this share of the nodes is acted on within `blast_window_s`."""
-    blast_window_s: float = 600.0
-    reboot_s: float = 2700.0
-    """Seconds after which a machine that was ordered to reboot is given up; bare metal takes some 30
-    minutes."""
-    deep: bool = False
-    """New nodes pass the deep checks first."""
-    hooks: str = ""
-    """A folder of scripts, see `docs/health.md`."""
-    replace_slow: float = 0.0
-    """A worker that computes so many times as long as its peers is replaced, once it has cost more time
-    than a replacement does; 0: never."""
-    replace_suspect: bool = False
-    """A node whose part of loss or gradient alone is wrong again and again is replaced, not only reported."""
-
-
 MOST_READINGS = 128
 """Of one node. Each is a time series for whoever scrapes `/metrics`, and a job may have thousands of nodes."""
 SUBJECT_CHARS = 64

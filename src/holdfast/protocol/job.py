@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from holdfast.protocol.faults import FaultSpec
-from holdfast.protocol.health import HealthSpec
-from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
+from holdfast.protocol.job_options import HealthSpec, SlurmOptions, SshOptions, Timing
 from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Saving
 
@@ -62,8 +61,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Node to where it stands, as the job's topology file says; others are asked of the engine or of the node."""
     data_cache: str = ""
     """`DIR[,size=50G]`; empty: nodes have no cache."""
-    replay_every: int = 0
-    """A micro-batch of one step of so many is computed twice; 0: none."""
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
     ssh: SshOptions = SshOptions()

@@ -1,9 +1,10 @@
-"""Parts of a job's specification that the command line gives as they are."""
+"""Parts of a job's specification that the command line gives as they are. On Kubernetes the job's object has them, too."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from holdfast.protocol.options import Option
+from holdfast.protocol.units import SHARE, parse_share
 
 # Dataclasses, not msgspec's structs as the rest of the specification: `holdfast --help` reads them and must not import
 # msgspec, which alone would cost it a tenth of a start. msgspec reads and writes both kinds alike.
@@ -113,6 +114,137 @@ class Timing:
     def stop_s(self) -> float:
         """How long workers may take to finish the step when the job is asked to stop."""
         return 5 * self.detection_s
+
+
+CADENCE = "^(auto|0|[1-9][0-9]*|[0-9]+([.][0-9]+)?[smh])$"
+"""As `checkpoint.policy.parse_cadence` reads it."""
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """What is kept in the memory of the nodes."""
+
+    every: Annotated[
+        str,
+        Option(
+            usual=True,
+            names=("--snapshot-every",),
+            pattern=CADENCE,
+            metavar="auto|STEPS|TIME",
+            help="How often to copy the state to the memory of the nodes: auto, 100 (steps), 30s, or 0 for never.",
+        ),
+    ] = "auto"
+    """A cadence as `checkpoint.policy.parse_cadence` reads it."""
+    copies: Annotated[
+        int,
+        Option(
+            metavar="N", least=0, help="Number of other nodes that keep a copy of each snapshot in memory."
+        ),
+    ] = 1
+    """Other nodes that keep each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSpec:
+    """How the nodes' health is watched, and what may be done about it."""
+
+    watch: Annotated[
+        bool,
+        Option(names=("--health/--no-health",), help="Watch the hardware and the kernel log of the nodes."),
+    ] = True
+    rules: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--health-rules",),
+            metavar="FILE",
+            help="File of health rules (TOML) that add to or change the built-in ones. Can be repeated.",
+        ),
+    ] = ()
+    dry_run: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--health-dry-run",),
+            metavar="RULE",
+            help="Record what this rule finds but never act on it; * means all rules. Can be repeated.",
+        ),
+    ] = ()
+    """Rules on trial; `*`: all."""
+    history: Annotated[
+        str,
+        Option(
+            names=("--node-history",),
+            metavar="FILE|URL",
+            default="$HOLDFAST_HOME/health.sqlite",
+            help="Where the history of machines is kept over all jobs: a SQLite file or a PostgreSQL URL.",
+        ),
+    ] = ""
+    """Empty: `$HOLDFAST_HOME/health.sqlite`."""
+    blast_radius: Annotated[
+        str,
+        Option(
+            metavar="SHARE",
+            pattern=SHARE,
+            help="Take action on at most this share of the nodes within ten minutes.",
+        ),
+    ] = "25%"
+    """Of the nodes, acted on within ten minutes."""
+    deep_checks: Annotated[
+        bool,
+        Option(help="Run the deep checks on a node before it joins the job."),
+    ] = False
+    hooks: Annotated[
+        str,
+        Option(
+            metavar="DIR",
+            help="Folder of scripts that run on each node, named on-create, before-join, on-drain and after-job.",
+        ),
+    ] = ""
+    replace_slow: Annotated[
+        float,
+        Option(
+            metavar="FACTOR",
+            default="0: only report slow nodes",
+            help="Replace a node that computes this many times slower than its peers (for example 1.3), once it has "
+            "cost more time than a replacement would.",
+        ),
+    ] = 0.0
+    """A node is replaced whose worker computes so many times as long as its peers; 0: none."""
+    replay: Annotated[
+        str,
+        Option(
+            metavar="1/N",
+            default="no step is computed twice",
+            help="Compute one micro-batch of one step in N again on another node and compare the gradients' bits, for "
+            'example 1/1000. For scripts with reduction="exact".',
+        ),
+    ] = ""
+    """As `check_replay` in `cli/spec.py` takes it."""
+    replace_suspect: Annotated[
+        bool,
+        Option(
+            names=("--replace-suspect/--ask-suspect",),
+            help=(
+                "Replace a node whose local loss or gradient is repeatedly wrong while those of all other ranks are "
+                "not."
+            ),
+        ),
+    ] = False
+    """A node whose part of loss or gradient alone is wrong again and again is replaced."""
+    blast_window_s: float = 600.0
+    """Of `blast_radius`. No option gives it."""
+    reboot_s: float = 2700.0
+    """Seconds after which a machine that was ordered to reboot is given up; bare metal takes some 30
+    minutes. No option gives it."""
+
+    @property
+    def blast_share(self) -> float:
+        """`blast_radius` as a number."""
+        return parse_share("--blast-radius", self.blast_radius)
+
+    @property
+    def replay_every(self) -> int:
+        """A micro-batch of one step of so many is computed twice; 0: none."""
+        return int(self.replay.partition("/")[2] or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

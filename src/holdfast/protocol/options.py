@@ -50,6 +50,9 @@ class Option:
     """A value that works, for messages."""
     choices: tuple[str, ...] = ()
     """All values that are allowed; empty: any."""
+    pattern: str = ""
+    """What a text has to match, for the schema of an object that has the field as well. The command line, which can say more of
+    what is wrong, parses it."""
     default: str = ""
     """What holds when the option is not given, where the field's own default (None, or 0) does not show it."""
     usual: bool = False

@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.protocol.job_options import SnapshotOptions
 from holdfast.protocol.wire.decoding import decode
 
 TIERS_VARIABLE = "HOLDFAST_TIERS"
@@ -107,10 +108,7 @@ def tiers_of(environment: Mapping[str, str]) -> list[DurableTier]:
 class Saving(msgspec.Struct, frozen=True):
     """What a job saves."""
 
-    memory: str = "auto"
-    """Cadence of snapshots in memory."""
-    copies: int = 1
-    """Other nodes that keep each."""
+    snapshots: SnapshotOptions = SnapshotOptions()
     budget_bytes: int = 0
     """Of every node's snapshot memory; 0: half of what is free."""
     tiers: tuple[DurableTier, ...] = ()

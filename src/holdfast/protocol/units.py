@@ -185,6 +185,20 @@ def parse_seconds(where: str, text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
+SHARE = "^([0-9]+([.][0-9]*)?|[.][0-9]+)%?$"
+"""As `parse_share` reads it."""
+
+
+def parse_share(option: str, text: str) -> float:
+    """`25%` or `0.25`: more than nothing, at most everything. Raises UsageError."""
+    share = 0.0
+    if re.fullmatch(SHARE, text.strip()):
+        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    if not 0 < share <= 1:
+        raise UsageError(f"{option} must be a share of the nodes (got {text!r}), for example 25% or 0.25")
+    return share
+
+
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_options import HealthSpec, SnapshotOptions, Timing
 from holdfast.protocol.snapshots import DurableTier, Saving
 
 FOREVER = 1 << 40
@@ -183,7 +182,7 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         wait_for_spare=rng.random() < 0.15,
         max_restarts=rng.choice((0, 2, 6)) if rng.random() < 0.1 else 100,
         timing=Timing(detection_s=2.0),
-        saving=Saving(memory="0", tiers=(DurableTier("checkpoint", "0"),)),
+        saving=Saving(SnapshotOptions("0"), tiers=(DurableTier("checkpoint", "0"),)),
     )
     window = rng.choice((4.0, 8.0, 12.0))
     plan = Plan(
@@ -258,7 +257,9 @@ def _draw_shape(plan: Plan, window: float) -> None:
     plan.level, plan.shape = 2, rng.choice(((2, 1), (2, 1), (3, 1), (2, 2)))
     if not plan.snapshot_every and rng.random() < 0.8:
         plan.snapshot_every, plan.copy_s, plan.pull_s = rng.choice((1, 1, 2)), 0.02, rng.choice((0.05, 0.3))
-        saving = Saving(str(plan.snapshot_every), rng.choice((0, 1, 1)), 0, plan.spec.saving.tiers)
+        saving = Saving(
+            SnapshotOptions(str(plan.snapshot_every), rng.choice((0, 1, 1))), 0, plan.spec.saving.tiers
+        )
         plan.spec = msgspec.structs.replace(plan.spec, saving=saving)
     workers = plan.shard_count * rng.choice((1, 2, 2, 3) if plan.shard_count < 4 else (1, 2))
     nproc = rng.choice((1, 1, 2)) if workers % 2 == 0 else 1
@@ -310,7 +311,7 @@ def _draw_planned(plan: Plan, window: float) -> None:
     plan.lemons, plan.comes_back = rng.choice((0.0, 0.3, 0.6)), rng.choice((0.0, 1.0))
     plan.repair_silent = 0.0
     health = HealthSpec(
-        blast_share=1.0, blast_window_s=rng.choice((1.0, 5.0)), reboot_s=rng.choice((5.0, 2700.0))
+        blast_radius="100%", blast_window_s=rng.choice((1.0, 5.0)), reboot_s=rng.choice((5.0, 2700.0))
     )
     plan.spec = msgspec.structs.replace(plan.spec, health=health, max_restarts=100)
 
@@ -359,9 +360,9 @@ def _draw_health(plan: Plan, window: float) -> None:
     people = random.Random(-8_000_009 - plan.seed)
     plan.clears = [people.uniform(1.0, window + 10.0) for _ in range(people.choice((0, 0, 1, 3)))]
     health = HealthSpec(
-        blast_share=rng.choice((0.25, 0.5, 1.0)),
+        blast_radius=rng.choice(("25%", "50%", "100%")),
         blast_window_s=rng.choice((5.0, 600.0)),
-        deep=rng.random() < 0.1,
+        deep_checks=rng.random() < 0.1,
         reboot_s=own.choice((5.0, 2700.0)),
     )
     plan.spec = msgspec.structs.replace(plan.spec, health=health)
@@ -411,7 +412,7 @@ def _draw_saving(plan: Plan, window: float) -> None:
     plan.tier_fails = rng.choice((0.0, 0.0, 0.2))
     plan.no_memory = rng.choice((0.0, 0.0, 0.0, 0.3))
     plan.racks = rng.choice((0, 0, 1, 2))
-    saving = Saving(str(plan.snapshot_every), rng.choice((0, 1, 1, 1, 2)), 0, tiers)
+    saving = Saving(SnapshotOptions(str(plan.snapshot_every), rng.choice((0, 1, 1, 1, 2))), 0, tiers)
     plan.spec = msgspec.structs.replace(plan.spec, saving=saving)
     for _ in range(rng.choice((0, 0, 1, 1, 2))):
         plan.faults.append((rng.uniform(0.0, window), "kill-all-workers"))

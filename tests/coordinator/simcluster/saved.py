@@ -113,7 +113,7 @@ class SavedChecks:
             )
             for rank in range(plan.shard_count)
         ]
-        return min(*holders, plan.spec.saving.copies + 1)
+        return min(*holders, plan.spec.saving.snapshots.copies + 1)
 
     def _check_retired(self, said: m.SnapshotComplete, state: CoreState) -> None:
         """Of the snapshots that agents may write over now, none has more copies than what they are to keep. firm (the

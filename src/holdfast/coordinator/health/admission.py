@@ -95,7 +95,7 @@ def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembere
         _give_up(context, node.machine, known.quarantine, known.by_rule)
     if why := s.health.quarantine.get(node.machine):
         _check(context, node, why)
-    elif context.spec.health.deep:
+    elif context.spec.health.deep_checks:
         _check(context, node, NEW)
     if node.lemon:
         context.record(ledger.Lemon(node=node.name, reason=node.lemon))

@@ -112,8 +112,8 @@ def environment(context: Context, node: Node, slot: int, rank: int, world: int) 
         "HOLDFAST_TARGET": str(spec.target),
         "HOLDFAST_MINIMUM": str(spec.minimum),
         "HOLDFAST_GENERATION": str(context.state.membership.number),
-        **({REPLAY_VARIABLE: str(spec.replay_every)} if spec.replay_every else {}),
-        "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
+        **({REPLAY_VARIABLE: str(spec.health.replay_every)} if spec.health.replay else {}),
+        "HOLDFAST_SNAPSHOT_EVERY": spec.saving.snapshots.every,
         **({CACHE_VARIABLE: spec.data_cache} if spec.data_cache else {}),
         TIERS_VARIABLE: msgspec.json.encode(spec.saving.tiers).decode(),
     }

@@ -135,7 +135,7 @@ def asked_for_faults(state: CoreState) -> int:
 def count_staying(context: Context) -> int:
     """Number of nodes that are in use or will be. Includes nodes whose device is being reset, and nodes that are being checked
     only because every new node is: otherwise a replacement would be requested for each of them."""
-    deep = context.spec.health.deep
+    deep = context.spec.health.deep_checks
     lemons = sum(n.phase is NodePhase.IN_SERVICE for n in context.index.lemons())
     return (
         context.count_nodes(NodePhase.IN_SERVICE)

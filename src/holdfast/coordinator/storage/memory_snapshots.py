@@ -299,7 +299,7 @@ def _copies(context: Context, snapshot: MemorySnapshot) -> int:
     # A snapshot is as safe as its rarest shard. No more than was asked for counts, or a snapshot with one
     # more copy by chance would never be replaced.
     fewest = min(map(len, holders.values()), default=0) if len(holders) == snapshot.world else 0
-    return min(fewest, context.spec.saving.copies + 1)
+    return min(fewest, context.spec.saving.snapshots.copies + 1)
 
 
 def _kept(context: Context) -> MemorySnapshot | None:
@@ -312,7 +312,7 @@ def _kept(context: Context) -> MemorySnapshot | None:
     if newest is None or newest.no_room:
         return None
     copies = _copies(context, newest)
-    if copies > context.spec.saving.copies:
+    if copies > context.spec.saving.snapshots.copies:
         return None
     at = (newest.step, newest.generation)
     # Only one that has more copies of its rarest shard than the newest: then, and only then, it survives a
@@ -433,7 +433,7 @@ def _spread(context: Context, snapshot: MemorySnapshot) -> None:
         there = [n for h in entries for n in h.nodes]
         asked = [n for h in entries for n in h.asked]
         # Distinct nodes, not entries: one node that holds a shard twice, with different bytes, is lost once.
-        missing = context.spec.saving.copies + 1 - len(set(there))
+        missing = context.spec.saving.snapshots.copies + 1 - len(set(there))
         if missing <= 0:
             continue
         # Another member of the same replica group is just copying the same bytes from its own GPU. Asking a third
@@ -467,7 +467,7 @@ def _makes_way(context: Context, snapshot: MemorySnapshot) -> bool:
     for this one's. So each becomes complete with all its copies before the next one takes its memory."""
     # Two snapshots may each wait for the slots that the other takes. The one whose copies are on their way
     # goes first; when it is complete, its slots are free.
-    wanted, newest = context.spec.saving.copies + 1, _newest_step(context)
+    wanted, newest = context.spec.saving.snapshots.copies + 1, _newest_step(context)
     others = [x for x in context.state.storage.snapshots if x is not snapshot]
     return any(
         any(h.asked for h in x.shards) or (x.step > newest and _copies(context, x) == wanted) for x in others
@@ -528,7 +528,7 @@ def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
     # Groups are kept in the state and changed as little as possible: if buddies moved with every node that
     # comes or goes, each change would copy all snapshots anew.
     placed = placement.place(
-        {n.name: n.place for n in alive}, context.spec.saving.copies, storage.buddy_groups
+        {n.name: n.place for n in alive}, context.spec.saving.snapshots.copies, storage.buddy_groups
     )
     storage.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
@@ -644,9 +644,9 @@ def _tell_complete(context: Context, snapshot: MemorySnapshot) -> None:
             took_s=round(context.now - snapshot.began_s, 4),
         )
     )
-    if copies < context.spec.saving.copies + 1 and not storage.short_of_copies:
-        context.record(ledger.FewCopies(nodes=copies, wanted=context.spec.saving.copies + 1))
-    storage.short_of_copies = copies < context.spec.saving.copies + 1
+    if copies < context.spec.saving.snapshots.copies + 1 and not storage.short_of_copies:
+        context.record(ledger.FewCopies(nodes=copies, wanted=context.spec.saving.snapshots.copies + 1))
+    storage.short_of_copies = copies < context.spec.saving.snapshots.copies + 1
 
 
 # ---------------------------------------------------------------- where to go on from

@@ -52,7 +52,7 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
     for member in (generation.members[r] for r in generation.replica_group(shard_index)):
         if context.state.membership.nodes[member.node].memory.port:
             first.setdefault(member.node, member.rank)
-    wanted = context.spec.saving.copies + 1
+    wanted = context.spec.saving.snapshots.copies + 1
     chosen: list[str] = []
     # First from different places, then any. Members that copy from their own GPU cost nothing on the network, so
     # as many copies as are wanted are made in this way.

@@ -46,9 +46,8 @@ from holdfast.kubernetes.objects.resource import (
     workers_of_node,
 )
 from holdfast.protocol.faults import parse_fault
-from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_options import HealthSpec, SnapshotOptions, Timing
 from holdfast.protocol.snapshots import DurableTier, Saving
 from holdfast.protocol.wire.decoding import decode
 
@@ -547,8 +546,7 @@ def job_spec(job: HoldfastJob) -> JobSpec:
         cwd=cwd,
         timing=Timing(spec.timing.detection_milliseconds / 1000, spec.timing.stall_factor_percent / 100),
         saving=Saving(
-            memory=spec.snapshots.every,
-            copies=spec.snapshots.copies,
+            snapshots=SnapshotOptions(spec.snapshots.every, spec.snapshots.copies),
             budget_bytes=snapshot_bytes(spec) or 0,
             tiers=tuple(
                 DurableTier(tier.url, tier.every, tier.keep, tier.keep_every) for tier in spec.checkpoints
@@ -556,8 +554,8 @@ def job_spec(job: HoldfastJob) -> JobSpec:
         ),
         health=HealthSpec(
             dry_run=spec.health.dry_run,
-            blast_share=spec.health.blast_radius_percent / 100,
-            deep=spec.health.deep_checks,
+            blast_radius=f"{spec.health.blast_radius_percent}%",
+            deep_checks=spec.health.deep_checks,
             replace_slow=(spec.health.replace_slow_percent or 0) / 100,
             replace_suspect=spec.health.replace_suspect,
         ),

@@ -37,7 +37,8 @@ from holdfast.kubernetes.objects.machine import (
     note_patches,
 )
 from holdfast.kubernetes.pods.until_stopped import until_stopped
-from holdfast.protocol.health import HealthSpec, acts_on_node
+from holdfast.protocol.health import acts_on_node
+from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.messages import FindingsReported, NodeReadings
 
 _log = logging.getLogger("holdfast.watch-pod")

@@ -25,9 +25,8 @@ from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import EngineOrder, OrderDone, ProvideNode, RebootNode, ReleaseNode
-from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec
-from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_options import HealthSpec, Timing
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Part, Saving, Shard
@@ -196,9 +195,9 @@ class Cluster:
             engine="simulated",
             max_restarts=s.max_restarts,
             timing=Timing(detection_s=s.detection_s),
-            saving=Saving("auto", 1, 0, (DurableTier(TIER, "0"),) if s.durable_every_s else ()),
+            saving=Saving(tiers=(DurableTier(TIER, "0"),) if s.durable_every_s else ()),
             # The share is scaled up again: it limits machines, and the core counts names.
-            health=HealthSpec(blast_share=min(1.0, HealthSpec().blast_share * s.nodes / nodes)),
+            health=HealthSpec(blast_radius=f"{min(1.0, HealthSpec().blast_share * s.nodes / nodes):.20f}"),
         )
         self.job_starts += 1
         return Core(spec, CoreState(spec=spec, membership=MembershipState(level=2)))
