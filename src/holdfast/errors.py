@@ -37,7 +37,7 @@ class StateChanged(UsageError):
 
 
 class Damaged(HoldfastError):
-    """Bytes that this process did not make cannot be read; the message names them. See `protocol.decoding`."""
+    """Bytes that this process did not make cannot be read; the message names them. See `protocol.wire.decoding`."""
 
 
 class ProtocolError(HoldfastError):

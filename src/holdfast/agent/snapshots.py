@@ -107,7 +107,7 @@ class SnapshotKeeper:
 
     @property
     def server(self) -> str:
-        """The name by which `protocol.proof` knows whoever serves them."""
+        """The name by which `protocol.network.proof` knows whoever serves them."""
         return self._server.name
 
     def copies(self) -> tuple[Copy, ...]:

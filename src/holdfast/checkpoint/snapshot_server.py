@@ -1,7 +1,7 @@
 """Snapshots over the network: every agent serves its slots, peers and workers read them.
 
 Plain HTTP, straight out of the shared memory, for those who prove that they know the job's token; the server proves it
-too, see `protocol.proof`. `curl` can read it with the token itself:
+too, see `protocol.network.proof`. `curl` can read it with the token itself:
 
     GET /snapshots                                            what is held here, JSON
     GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`

@@ -37,7 +37,7 @@ def _digest(*parts: str) -> str:
 
 
 Facts = Mapping[str, Any]
-"""The fields of an incident's event, see `protocol.ledger.incidents.IncidentFacts`."""
+"""The fields of an incident's event, see `protocol.ledger.IncidentFacts`."""
 
 
 class Span(NamedTuple):

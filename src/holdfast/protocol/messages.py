@@ -1010,7 +1010,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     checks: tuple[CheckResult, ...] = ()
     """What the basic checks found before it joined."""
     snapshot_server: str = ""
-    """The name by which `protocol.proof` knows whoever listens at `snapshot_port`."""
+    """The name by which `protocol.network.proof` knows whoever listens at `snapshot_port`."""
     summing: tuple[Key, ...] = ()
     """As in Exited, of all its workers."""
     kernel: str = ""
@@ -1180,7 +1180,7 @@ _Named = tuple[
 
 # For people alone: no decision depends on it, and none may come to.
 class NodeReadings(msgspec.Struct, frozen=True, tag="node-readings"):
-    """The newest readings of the machine that are in `node_figures.NODE_FIGURES`."""
+    """The newest readings of the machine that are in `protocol.health.NODE_FIGURES`."""
 
     readings: Annotated[tuple[_Named, ...], msgspec.Meta(max_length=MOST_READINGS)]
     """Name, subject and value of each."""

@@ -1,6 +1,6 @@
 """The exact reduction: the same bits however the micro-batches are spread over workers.
 
-Every micro-batch's gradient is a leaf of one tree of additions (`summation_order.py`). A worker adds up its subtrees bucket by
+Every micro-batch's gradient is a leaf of one tree of additions (`place.py`). A worker adds up its subtrees bucket by
 bucket, with a stack, while it computes; autograd makes the sum of two neighbouring leaves itself. Then each worker
 receives one slice of every subtree of all workers, adds these up in the order of the tree and sends the slice of the
 sum to all. That moves as many bytes as an all-reduce where every worker has one subtree, and up to

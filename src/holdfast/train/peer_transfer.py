@@ -1,7 +1,7 @@
 """State from peers: a newcomer reads stripes of it from several donors at once, each chunk with a checksum.
 
 Donors serve plain HTTP, straight from their live tensors, to those who prove that they know the job's token; the donor
-proves it too, see `protocol.proof`. `curl` can read it with the token itself:
+proves it too, see `protocol.network.proof`. `curl` can read it with the token itself:
 
     GET /state/index?generation=7            the index, msgpack; under /constant/ the same of what never changes
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64

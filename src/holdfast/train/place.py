@@ -161,7 +161,7 @@ class Place:
     """
 
     def __init__(self, alike: int | None = None) -> None:
-        """alike: as in `summation_order.weighs`."""
+        """alike: as in `weighs`."""
         self._alike = alike
         self.form: m.JoinGeneration | None = None
         self.micro_batches = 0

@@ -10,7 +10,7 @@ go when their summary is written, and old summaries when a coarser one is. Of ol
 which are nearly all of such an entry. What a report tells of the rows that went is counted before they go.
 
 Names that scripts log have a bound: `run.log` refuses more than `messages.MOST_FIGURES`, and the core takes no more of them
-(`membership.script_metrics`). So a commit makes a bounded number of summaries, and nothing here counts names again.
+(`membership.workers`). So a commit makes a bounded number of summaries, and nothing here counts names again.
 """
 
 from __future__ import annotations

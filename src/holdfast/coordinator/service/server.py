@@ -168,7 +168,7 @@ class Coordinator:
         Args:
             listener: where others connect already. host: by which they reach it.
             lifeline: a pipe whose end says that the launcher is gone.
-            instance: its name, see `protocol.endpoint`; empty: one is made up.
+            instance: its name, see `protocol.network.endpoint`; empty: one is made up.
         """
         # Before anything is answered or written: another machine took over while this process was starting.
         if newest_term(self._job_dir) > self._term:

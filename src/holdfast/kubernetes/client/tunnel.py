@@ -43,7 +43,7 @@ class Tunnel:
     async def request(
         self, pod: str, where: Endpoint, token: str, method: str, path: str, body: str, limit_s: float
     ) -> Answer:
-        """As `protocol.http_client.request`, of the coordinator in this pod.
+        """As `protocol.network.http_client.request`, of the coordinator in this pod.
 
         Raises:
             Unproven: another one answered, perhaps the API server itself: the pod did not take the request.

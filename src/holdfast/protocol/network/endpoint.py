@@ -55,7 +55,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """By which `protocol.proof` knows it."""
+        """By which `protocol.network.proof` knows it."""
         # With the term: who calls the coordinator of a term is answered by none of another one.
         known = f"coordinator {self.instance} of term {self.term}"
         return f"{known} at {self.dialled}" if self.dialled else known
@@ -128,5 +128,5 @@ def told_by(path: str) -> Whereabouts | None:
 
 
 def agent_name(node: str) -> str:
-    """By which `protocol.proof` knows the agent of a node. The node's name must not come again in the job's life."""
+    """By which `protocol.network.proof` knows the agent of a node. The node's name must not come again in the job's life."""
     return f"agent of {node}"

@@ -30,7 +30,7 @@ def proving_to(token: str, server: str, address: str, who: str) -> ClientMiddlew
     """For a session all of whose requests go to one server of the job.
 
     Args:
-        server: its name, see `protocol.proof`.
+        server: its name, see `protocol.network.proof`.
         address: for people, as `who` it is.
     """
 

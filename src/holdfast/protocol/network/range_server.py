@@ -24,7 +24,7 @@ class RangeServer:
     """Serves from construction until it is closed, a thread for every connection. Owns its threads.
 
     Attributes:
-        name: by which `protocol.proof` knows this server; it names one process and no other, now or later.
+        name: by which `protocol.network.proof` knows this server; it names one process and no other, now or later.
         port: where it listens.
     """
 
