@@ -79,15 +79,15 @@ def test_every_option_has_its_field():
     assert (spec["nodes"], spec["minNodes"], spec["spares"], spec["waitForSpare"]) == (4, 2, 2, True)
     assert spec["procsPerNode"] == "gpu"
     assert spec["run"] == {"script": "train.py", "args": ["--lr", "1"], "preload": ["torch"]}
-    assert spec["snapshots"] == {"every": "30s", "copies": 2, "memory": "2G"}
+    assert spec["snapshots"] == {"every": "30s", "copies": 2, "memory": "2Gi"}
     assert spec["checkpoints"] == [{"url": "s3://bucket/llm", "every": "10m", "keep": 5, "keepEvery": 100}]
     assert spec["runPolicy"] == {"maxRestarts": 7}
     assert spec["faults"] == ["kill-worker:step=3"]
     assert spec["health"] == {
         "dryRun": ["*"],
-        "blastRadiusPercent": 50,
+        "blastRadius": "50%",
         "deepChecks": True,
-        "replaceSlowPercent": 130,
+        "replaceSlow": 1.3,
     }
     (worker,) = spec["template"]["spec"]["containers"]
     assert worker["resources"] == {"limits": {"memory": "64Gi", "cpu": "8", "nvidia.com/gpu": "8"}}

@@ -25,7 +25,7 @@ def full() -> HoldfastJob:
         spec__spares=1,
         spec__checkpoints=[{"url": "/checkpoints/llm", "every": "5m", "keep": 3}, {"url": "s3://b/llm"}],
         spec__snapshots={"every": "10", "copies": 2},
-        spec__timing={"detectionMilliseconds": 1000},
+        spec__timing={"detectionSeconds": 1},
         spec__run={"module": "llm.train", "args": ["--lr", "1"], "code": {"configMap": "code"}},
     )
     pod = asked["spec"]["template"]["spec"]

@@ -21,6 +21,8 @@ from holdfast.kubernetes.objects.schema import crd_text
 pytestmark = pytest.mark.kube
 FOLDER = "/apis/holdfast.dev/v1alpha1/namespaces/default/holdfastjobs"
 NOT_SAID = {
+    "spec.health.blastRadius",  # 0% and 101%
+    "spec.health.replaceSlow",  # what may be noise
     "spec.procsPerNode",  # gpu without a GPU in the template
     "spec.scheduling.gang",  # in a queue of Kueue's, which is a label
     "spec.scheduling.queueTopology",  # without one

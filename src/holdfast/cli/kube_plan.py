@@ -11,14 +11,15 @@ from holdfast.checkpoint.tier import parse_tier
 from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.spec import parse_nnodes
 from holdfast.engines.jobs import default_name
-from holdfast.engines.run_options import RunOptions, SaveOptions
+from holdfast.engines.run_options import RunOptions
 from holdfast.errors import UsageError
 from holdfast.kubernetes.commands.submission import CODE_BYTES, Submission
 from holdfast.kubernetes.objects import render
-from holdfast.kubernetes.objects.resource import MAX_NAME, NAME_PATTERN, WORKER
+from holdfast.kubernetes.objects.resource import JOB_PARTS, MAX_NAME, NAME_PATTERN, WORKER
+from holdfast.kubernetes.objects.schema import in_object
 from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.options import declared
-from holdfast.protocol.units import parse_share
+from holdfast.protocol.units import SIZES, parse_size
 
 
 def plan_submission(given: RunOptions) -> Submission:
@@ -44,13 +45,10 @@ def plan_submission(given: RunOptions) -> Submission:
         "waitForSpare": given.nodes.wait_for_spare,
         "procsPerNode": _number(given.nodes.nproc_per_node),
         "run": _run(given, f"{name}-code" if code else ""),
-        "snapshots": _snapshots(given.save),
+        "snapshots": in_object(given.save.snapshots) | _memory(given.save.snapshot_memory),
         "checkpoints": [_checkpoint(text) for text in given.save.checkpoints],
-        "timing": {
-            "detectionMilliseconds": round(given.failures.timing.detection_s * 1000),
-            "stallFactorPercent": round(given.failures.timing.stall_factor * 100),
-        },
-        "health": _health(given.health),
+        "timing": in_object(given.failures.timing),
+        "health": in_object(given.health),
         "runPolicy": {"maxRestarts": given.failures.max_restarts},
         "scheduling": _scheduling(ours),
         "faults": list(given.failures.faults),
@@ -84,7 +82,7 @@ def _refuse_others(given: RunOptions) -> None:
             f"{option} cannot be used with --engine kubernetes, where the labels of the machines give their "
             "location; see spec.topology of the HoldfastJob"
         )
-    for option in _set(given.health, "watch", "rules", "history", "hooks", "replay"):
+    for option in _set(given.health, *JOB_PARTS[HealthSpec].left_out):
         raise UsageError(f"{option} cannot be used with --engine kubernetes: a HoldfastJob has no such field")
     for option in _set(given.save, "data_cache"):
         raise UsageError(
@@ -184,9 +182,13 @@ def _code(script: str) -> dict[str, str]:
     return {path.name: text}
 
 
-def _snapshots(given: SaveOptions) -> dict[str, Any]:
-    memory = {"memory": given.snapshot_memory} if given.snapshot_memory else {}
-    return {"every": given.snapshots.every, "copies": given.snapshots.copies, **memory}
+def _memory(text: str) -> dict[str, str]:
+    """In Kubernetes' notation, in which the same letters are powers of 1000."""
+    if not text:
+        return {}
+    nbytes = parse_size("--snapshot-memory", text)
+    unit = next(unit for unit in reversed(SIZES) if nbytes % SIZES[unit] == 0)
+    return {"memory": f"{nbytes // SIZES[unit]}{unit and unit + 'i'}"}
 
 
 def _checkpoint(text: str) -> dict[str, Any]:
@@ -199,24 +201,8 @@ def _checkpoint(text: str) -> dict[str, Any]:
             f"--checkpoint {text}: with --engine kubernetes this must be a URL, or an absolute path on a volume that "
             "all nodes mount (--pod-template)"
         )
-    return {
-        "url": tier.url,
-        "every": tier.every,
-        "keep": tier.keep,
-        **({"keepEvery": tier.keep_every} if tier.keep_every else {}),
-    }
-
-
-def _health(given: HealthSpec) -> dict[str, Any]:
-    slow = {"replaceSlowPercent": round(given.replace_slow * 100)} if given.replace_slow else {}
-    return {
-        **({"dryRun": list(given.dry_run)} if given.dry_run else {}),
-        # At least 1: a small share that is rounded to 0 would forbid every action.
-        "blastRadiusPercent": max(1, round(100 * parse_share("--blast-radius", given.blast_radius))),
-        **({"deepChecks": True} if given.deep_checks else {}),
-        **slow,
-        **({"replaceSuspect": True} if given.replace_suspect else {}),
-    }
+    made: dict[str, Any] = in_object(tier)
+    return made
 
 
 def _template(ours: KubernetesOptions, log: str) -> dict[str, Any]:

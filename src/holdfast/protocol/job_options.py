@@ -6,6 +6,8 @@ from typing import Annotated
 from holdfast.protocol.options import Option
 from holdfast.protocol.units import SHARE, parse_share
 
+# The text under a field is what `kubectl explain` says of it, where an object has the field, too.
+#
 # Dataclasses, not msgspec's structs as the rest of the specification: `holdfast --help` reads them and must not import
 # msgspec, which alone would cost it a tenth of a start. msgspec reads and writes both kinds alike.
 
@@ -26,7 +28,7 @@ class Timing:
             help="A node from which nothing is heard for this many seconds counts as lost.",
         ),
     ] = 2.0
-    """A node that is silent for this long is lost. It is also the scale of the other time-outs."""
+    """A node that is silent for this long is lost."""
     stall_factor: Annotated[
         float,
         Option(
@@ -41,7 +43,7 @@ class Timing:
             ),
         ),
     ] = 5.0
-    """A worker that stands still for `max(1.5 * detection_s, stall_factor * median step)` is stalled."""
+    """Of a median step; a worker that stands still longer is stalled."""
 
     @property
     def heartbeat_s(self) -> float:
@@ -134,7 +136,7 @@ class SnapshotOptions:
             help="How often to copy the state to the memory of the nodes: auto, 100 (steps), 30s, or 0 for never.",
         ),
     ] = "auto"
-    """A cadence as `checkpoint.policy.parse_cadence` reads it."""
+    """Steps (100), time (30s) or auto."""
     copies: Annotated[
         int,
         Option(
@@ -168,7 +170,7 @@ class HealthSpec:
             help="Record what this rule finds but never act on it; * means all rules. Can be repeated.",
         ),
     ] = ()
-    """Rules on trial; `*`: all."""
+    """Rules on trial; *: all."""
     history: Annotated[
         str,
         Option(
@@ -208,7 +210,6 @@ class HealthSpec:
             "cost more time than a replacement would.",
         ),
     ] = 0.0
-    """A node is replaced whose worker computes so many times as long as its peers; 0: none."""
     replay: Annotated[
         str,
         Option(
@@ -229,7 +230,6 @@ class HealthSpec:
             ),
         ),
     ] = False
-    """A node whose part of loss or gradient alone is wrong again and again is replaced."""
     blast_window_s: float = 600.0
     """Of `blast_radius`. No option gives it."""
     reboot_s: float = 2700.0

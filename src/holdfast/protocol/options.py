@@ -194,7 +194,11 @@ def _fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Any, tuple[A
 @functools.cache
 def _hints(options: Any) -> dict[str, Any]:
     # Not `get_type_hints`, which walks through every type although only the outermost `Annotated` matters here.
-    return inspect.get_annotations(options, eval_str=True)
+    return {
+        name: hint
+        for cls in reversed(options.__mro__)
+        for name, hint in inspect.get_annotations(cls, eval_str=True).items()
+    }
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Annotated, Any
 
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.job_options import SnapshotOptions
+from holdfast.protocol.job_options import CADENCE, SnapshotOptions
 from holdfast.protocol.wire.decoding import decode
 
 TIERS_VARIABLE = "HOLDFAST_TIERS"
@@ -84,16 +85,20 @@ class Holder(msgspec.Struct, frozen=True):
     """The name that whoever listens there must prove."""
 
 
+def _said(**bounds: Any) -> msgspec.Meta:
+    """Said to whoever makes a schema, and not enforced: what a job was started with is read for ever."""
+    return msgspec.Meta(extra_json_schema=bounds)
+
+
 class DurableTier(msgspec.Struct, frozen=True):
     """A durable tier, and which checkpoints are kept there."""
 
-    url: str
-    every: str = "auto"
-    """A cadence as `checkpoint.policy.parse_cadence` reads it."""
-    keep: int = 2
-    """The newest so many are kept."""
-    keep_every: int = 0
-    """For ever are kept the steps that it divides; 0: none."""
+    url: Annotated[str, _said(pattern="^((s3|gs|az|file)://.+|/.+)")]
+    """A bucket, or a folder that all nodes mount."""
+    every: Annotated[str, _said(pattern=CADENCE)] = "auto"
+    keep: Annotated[int, _said(minimum=1)] = 2  # the newest so many
+    keep_every: Annotated[int, _said(minimum=0)] = 0
+    """Steps that it divides are kept for ever; 0: none."""
 
 
 _tiers = msgspec.json.Decoder(list[DurableTier])

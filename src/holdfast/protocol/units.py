@@ -204,7 +204,7 @@ SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def parse_size(option: str, text: str) -> int:
     """`8G` in bytes. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:iB?|B)?", text)
     # Powers of 1024, as memory is sized. Zero is refused: it would mean "no memory at all" for one reader and
     # "no limit" for the next.
     if match is None or float(match[1]) <= 0:

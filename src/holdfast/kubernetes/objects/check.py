@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import HoldfastError
+from holdfast.health.stragglers import SLOWER
 from holdfast.kubernetes.names import LABEL_QUEUE
 from holdfast.kubernetes.objects import render
 from holdfast.kubernetes.objects.render import SHARED_MEMORY
@@ -29,8 +30,10 @@ from holdfast.kubernetes.objects.resource import (
     quantity_of_limit,
     worker_container,
 )
-from holdfast.kubernetes.objects.schema import job_schema, rules_of
+from holdfast.kubernetes.objects.schema import by_fields, job_schema, rules_of
 from holdfast.protocol.faults import parse_fault
+from holdfast.protocol.job_options import HealthSpec
+from holdfast.protocol.units import parse_share
 
 SHOWN_CHARS = 80
 """Of a value in a message."""
@@ -86,11 +89,13 @@ def convert(job: Mapping[str, Any]) -> HoldfastJob:
         namespace=metadata.get("namespace", ""), name=metadata["name"], uid=metadata.get("uid", "")
     )
     queue = str((metadata.get("labels") or {}).get(LABEL_QUEUE, ""))
-    return HoldfastJob(id=id_, spec=msgspec.convert(job["spec"], HoldfastJobSpec), queue=queue)
+    spec = msgspec.convert(by_fields(job["spec"], _TYPE), HoldfastJobSpec)
+    return HoldfastJob(id=id_, spec=spec, queue=queue)
 
 
 _NAME = job_schema()["properties"]["metadata"]["properties"]["name"]
 _SPEC = job_schema()["properties"]["spec"]
+_TYPE = msgspec.inspect.type_info(HoldfastJobSpec)
 
 
 def _of_spec(spec: HoldfastJobSpec) -> Iterator[Problem]:
@@ -102,6 +107,7 @@ def _of_spec(spec: HoldfastJobSpec) -> Iterator[Problem]:
             f"a number, or a limit of {GPU_RESOURCE} in the template's container {WORKER!r}",
         )
     yield from _cadences(spec)
+    yield from _health(spec.health)
     yield from _faults(spec)
     yield from _of_template(spec)
 
@@ -124,6 +130,18 @@ def _cadences(spec: HoldfastJobSpec) -> Iterator[Problem]:
             parse_cadence(text)
         except HoldfastError as error:
             yield Problem(path, text, str(error))
+
+
+def _health(health: HealthSpec) -> Iterator[Problem]:
+    try:
+        parse_share("this", health.blast_radius)
+    except HoldfastError as error:
+        yield Problem("spec.health.blastRadius", health.blast_radius, str(error))
+    if 0 < health.replace_slow < SLOWER:
+        accepted = (
+            f"0 (only report), or at least {SLOWER:g}, below which a slow rank cannot be told from noise"
+        )
+        yield Problem("spec.health.replaceSlow", health.replace_slow, accepted)
 
 
 def _faults(spec: HoldfastJobSpec) -> Iterator[Problem]:
@@ -305,6 +323,8 @@ def _has_type(value: Any, schema: Schema) -> bool:
             return isinstance(value, list | tuple)
         case "boolean":
             return isinstance(value, bool)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
         case "integer":  # bool is a kind of int in Python, and not in JSON
             return isinstance(value, int) and not isinstance(value, bool)
         case _:
@@ -318,7 +338,7 @@ def _within(value: Any, schema: Schema) -> bool:
         pattern = schema.get("pattern")
         fits = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
         return fits and (pattern is None or re.search(pattern, value) is not None)
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
     return True
 
@@ -342,11 +362,12 @@ def _accepted(schema: Schema) -> str:
             return f"a list of {least} to {most} entries" if most else f"a list of {least} or more entries"
         case "boolean":
             return "true or false"
-        case "integer":
+        case "integer" | "number" as kind:
+            words = "a whole number" if kind == "integer" else "a number"
             low, high = schema.get("minimum"), schema.get("maximum")
             if low is not None and high is not None:
-                return f"a whole number from {low} to {high}"
-            return "a whole number" if low is None else f"a whole number of {low} or more"
+                return f"{words} from {low} to {high}"
+            return words if low is None else f"{words} of {low} or more"
         case _:
             if "pattern" in schema:
                 return f"text that matches {schema['pattern']}" + (

@@ -47,8 +47,8 @@ from holdfast.kubernetes.objects.resource import (
 )
 from holdfast.protocol.faults import parse_fault
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import HealthSpec, SnapshotOptions, Timing
-from holdfast.protocol.snapshots import DurableTier, Saving
+from holdfast.protocol.job_options import SnapshotOptions
+from holdfast.protocol.snapshots import Saving
 from holdfast.protocol.wire.decoding import decode
 
 Object = dict[str, Any]
@@ -544,21 +544,13 @@ def job_spec(job: HoldfastJob) -> JobSpec:
         faults=tuple(parse_fault(text) for text in spec.faults),
         max_restarts=spec.run_policy.max_restarts,
         cwd=cwd,
-        timing=Timing(spec.timing.detection_milliseconds / 1000, spec.timing.stall_factor_percent / 100),
+        timing=spec.timing,
         saving=Saving(
-            snapshots=SnapshotOptions(spec.snapshots.every, spec.snapshots.copies),
+            snapshots=msgspec.convert(spec.snapshots, SnapshotOptions, from_attributes=True),
             budget_bytes=snapshot_bytes(spec) or 0,
-            tiers=tuple(
-                DurableTier(tier.url, tier.every, tier.keep, tier.keep_every) for tier in spec.checkpoints
-            ),
+            tiers=spec.checkpoints,
         ),
-        health=HealthSpec(
-            dry_run=spec.health.dry_run,
-            blast_radius=f"{spec.health.blast_radius_percent}%",
-            deep_checks=spec.health.deep_checks,
-            replace_slow=(spec.health.replace_slow_percent or 0) / 100,
-            replace_suspect=spec.health.replace_suspect,
-        ),
+        health=spec.health,
     )
 
 

@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
+
+from holdfast.protocol.job_options import HealthSpec, SnapshotOptions, Timing
+from holdfast.protocol.snapshots import DurableTier
 
 GROUP = "holdfast.dev"
 VERSION = "v1alpha1"
@@ -30,8 +34,6 @@ MAX_NAME = 40
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 """Of Services, which are the strictest of what a job's name becomes a part of."""
 
-CADENCE = "^(auto|0|[1-9][0-9]*|[0-9]+([.][0-9]+)?[smh])$"
-"""As `checkpoint.policy.parse_cadence` reads it."""
 QUANTITY = "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 """Bytes, as Kubernetes writes them."""
 NAME_OF_OBJECT = Meta(min_length=1, max_length=253)
@@ -85,47 +87,58 @@ class RunSpec(_Struct, frozen=True, kw_only=True):
     code: Code | None = None
 
 
-class SnapshotsSpec(_Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class SnapshotsSpec(SnapshotOptions):
     """The training state in the nodes' memory."""
 
-    every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
-    """Steps (100), time (30s) or auto."""
-    copies: Annotated[int, Meta(ge=0, le=8)] = 1
-    """Other nodes that keep each."""
+    # The job's own is a number of bytes, or half of what is free. In an object sizes are in Kubernetes' notation, and what a
+    # container may have is known before it runs.
     memory: Annotated[str, Meta(pattern=QUANTITY)] | None = None
     """Of every node; absent: half of the container's limit."""
 
 
-class Checkpoint(_Struct, frozen=True, kw_only=True):
-    """A durable tier."""
+class JobPart(NamedTuple):
+    """How a part of the job's specification is written in the object."""
 
-    url: Annotated[str, Meta(max_length=2048, pattern="^((s3|gs|az|file)://.+|/.+)")]
-    """A bucket, or a folder that all nodes mount."""
-    every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
-    keep: Annotated[int, Meta(ge=1, le=100_000)] = 2
-    keep_every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
-    """Steps that it divides are kept for ever; 0: none."""
+    left_out: tuple[str, ...] = ()
+    """Fields that an object does not have."""
+    bounds: dict[str, dict[str, Any]] = {}
+    """What the declaration leaves open: the API server limits what its rules may cost by the size of what they look at."""
 
 
-class TimingSpec(_Struct, frozen=True, kw_only=True):
-    """The two knobs from which every time-out follows."""
+JOB_PARTS: dict[type, JobPart] = {
+    Timing: JobPart(),
+    SnapshotOptions: JobPart(bounds={"copies": {"maximum": 8}}),
+    DurableTier: JobPart(
+        bounds={
+            "url": {"maxLength": 2048},
+            "keep": {"maximum": 100_000},
+            "keep_every": {"maximum": 1_000_000_000},
+        }
+    ),
+    HealthSpec: JobPart(
+        # Files of the machine on which somebody types (rules, history, hooks), what pods always do and a whole cluster's watch
+        # does better (watch), what is for few scripts (replay), and what no option gives.
+        left_out=("watch", "rules", "history", "hooks", "replay", "blast_window_s", "reboot_s"),
+        bounds={
+            "dry_run": {"maxItems": 64, "items": {"type": "string", "maxLength": 128}},
+            "replace_slow": {"minimum": 0, "maximum": 100},
+        },
+    ),
+}
+"""Parts that the object and the job's specification share, so that names, units, defaults and bounds are declared once. What else
+an object has is Kubernetes' own, or stands in a job's specification in another form."""
 
-    detection_milliseconds: Annotated[int, Meta(ge=250, le=600_000)] = 2000
-    """A node that is silent for so long is lost."""
-    stall_factor_percent: Annotated[int, Meta(ge=200, le=100_000)] = 500
-    """Of a median step; a worker that stands still longer is stalled."""
+
+def job_part(cls: type) -> JobPart | None:
+    """Of a class or one that it extends; None: it is the object's own."""
+    return next((JOB_PARTS[one] for one in cls.__mro__ if one in JOB_PARTS), None)
 
 
-class HealthPolicy(_Struct, frozen=True, kw_only=True):
-    """What is done about sick machines."""
-
-    dry_run: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=64)] = ()
-    """Rules on trial; *: all."""
-    blast_radius_percent: Annotated[int, Meta(ge=1, le=100)] = 25
-    """Of the nodes, acted on within ten minutes."""
-    deep_checks: bool = False
-    replace_slow_percent: Annotated[int, Meta(ge=101, le=10_000)] | None = None
-    replace_suspect: bool = False
+def name_in_object(field: str) -> str:
+    """`detection_s` as `detectionSeconds`."""
+    first, *rest = f"{field[:-2]}_seconds".split("_") if field.endswith("_s") else field.split("_")
+    return first + "".join(part.capitalize() for part in rest)
 
 
 class RunPolicy(_Struct, frozen=True, kw_only=True):
@@ -298,14 +311,14 @@ class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
     """Workers of a node. auto: one for each GPU, else for each core."""
     snapshots: SnapshotsSpec = SnapshotsSpec()
     checkpoints: Annotated[
-        tuple[Checkpoint, ...],
+        tuple[DurableTier, ...],
         Meta(
             max_length=8,
             extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
         ),
     ] = ()
-    timing: TimingSpec = TimingSpec()
-    health: HealthPolicy = HealthPolicy()
+    timing: Timing = Timing()
+    health: HealthSpec = HealthSpec()
     run_policy: RunPolicy = RunPolicy()
     disruption: Disruption = Disruption()
     topology: Topology = Topology()

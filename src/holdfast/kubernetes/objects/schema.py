@@ -18,10 +18,11 @@ field that may be None has to be asked for that before it is used: in CEL a fiel
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -39,8 +40,11 @@ from holdfast.kubernetes.objects.resource import (
     RULE_MARK,
     VERSION,
     HoldfastJobSpec,
+    job_part,
+    name_in_object,
 )
 from holdfast.kubernetes.objects.status import JobStatus
+from holdfast.protocol.options import declared, is_options
 
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Eq: "==",
@@ -109,7 +113,7 @@ class _Translation:
             case ast.BinOp(left, ast.Add(), right):
                 return f"{self.of(left)}+{self.of(right)}"
             case ast.Attribute(value, name):
-                return f"{self.of(value)}.{_camel(name)}"
+                return f"{self.of(value)}.{name_in_object(name)}"
             case ast.Subscript(value, ast.Constant(str(name))):
                 return f"{self.of(value)}.{name}"
             case ast.Name("self"):
@@ -129,12 +133,6 @@ class _Translation:
         """A part of another expression, in brackets where it would be read otherwise."""
         said = self.of(node)
         return f"({said})" if isinstance(node, ast.BoolOp) else said
-
-
-def _camel(name: str) -> str:
-    """A field's name as `rename="camel"` has it."""
-    first, *rest = name.split("_")
-    return first + "".join(part.capitalize() for part in rest)
 
 
 def _literal(value: Any) -> str:
@@ -225,21 +223,68 @@ def job_schema() -> dict[str, Any]:
     }
 
 
-def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
-    info = kinds.type_info(cls)
-    assert isinstance(info, kinds.StructType)
-    docs = _field_docs(cls) if documented else {}
-    properties: dict[str, Any] = {}
+def by_fields(value: Any, kind: kinds.Type) -> Any:
+    """A value of the object, in which the parts of the job have the names of their fields: msgspec reads that."""
+    match kind:
+        case kinds.StructType() | kinds.DataclassType():
+            fields = dict(_fields(kind))
+            shared = job_part(kind.cls) is not None
+            return {
+                fields[name].name if shared and name in fields else name: by_fields(one, fields[name].type)
+                if name in fields
+                else one
+                for name, one in value.items()
+            }
+        case kinds.VarTupleType():
+            return [by_fields(one, kind.item_type) for one in value]
+        case kinds.Metadata():
+            return by_fields(value, kind.type)
+        case _:
+            return value
+
+
+def in_object(value: Any) -> Any:
+    """A part of an object, or the whole of its `spec`, as the object has it. What holds by default is left out."""
+    if isinstance(value, tuple):
+        return [in_object(one) for one in value]
+    if not isinstance(value, msgspec.Struct) and not is_options(type(value)):
+        return value
+    info = kinds.type_info(type(value))
+    assert isinstance(info, kinds.StructType | kinds.DataclassType)
+    given = {name: (getattr(value, field.name), field) for name, field in _fields(info)}
+    return {
+        name: in_object(one)
+        for name, (one, field) in given.items()
+        if one != (field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
+    }
+
+
+def _fields(info: kinds.StructType | kinds.DataclassType) -> Iterator[tuple[str, kinds.Field]]:
+    """Those of an object, with their names in it."""
+    part = job_part(info.cls)
     for field in info.fields:
-        schema = _of_type(field.type, documented)
+        if part is None:
+            yield field.encode_name, field
+        elif field.name not in part.left_out:
+            yield name_in_object(field.name), field
+
+
+def _of_struct(cls: type, documented: bool) -> dict[str, Any]:
+    info = kinds.type_info(cls)
+    assert isinstance(info, kinds.StructType | kinds.DataclassType)
+    docs = _field_docs(cls) if documented else {}
+    bounds = _bounds(cls)
+    properties: dict[str, Any] = {}
+    for name, field in _fields(info):
+        schema = _of_type(field.type, documented) | bounds.get(field.name, {})
         if field.name in docs:
             schema = {"description": docs[field.name], **schema}
         # Defaults are written into the object when it is made. So a later version with other defaults does
         # not change jobs that exist, and `kubectl get -o yaml` shows what holds.
         if documented and not field.required and (default := _default(field)) is not None:
             schema["default"] = default
-        properties[field.encode_name] = schema
-    required = [field.encode_name for field in info.fields if field.required]
+        properties[name] = schema
+    required = [name for name, field in _fields(info) if field.required]
     rules = [{"rule": one.cel, "message": _told(one)} for one in rules_of(cls)]
     return (
         {"type": "object"}
@@ -247,6 +292,18 @@ def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
         | {"properties": properties}
         | ({"x-kubernetes-validations": rules} if rules else {})
     )
+
+
+def _bounds(cls: type) -> dict[str, dict[str, Any]]:
+    """Of a part of the job: those of its options, and those that an object needs beside them."""
+    if (part := job_part(cls)) is None:
+        return {}
+    found = {name: dict(bounds) for name, bounds in part.bounds.items()}
+    for one in declared(cls) if is_options(cls) else ():
+        option = one.option
+        limits = _given(minimum=option.least, maximum=option.most, pattern=option.pattern or None)
+        found[one.name] = limits | found.get(one.name, {})
+    return found
 
 
 def _told(one: FieldRule) -> str:
@@ -258,6 +315,8 @@ def _default(field: kinds.Field) -> Any:
     """None: nothing is filled in. A nested object gets an empty one: without it the defaults within would not apply."""
     if field.default is msgspec.NODEFAULT:
         return None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if job_part(type(field.default)) is not None:
+        return {}
     # omit_defaults leaves nothing of a struct of defaults, which is what is wanted: an empty object.
     plain = msgspec.to_builtins(field.default)
     return None if plain in ((), []) else list(plain) if isinstance(plain, tuple) else plain
@@ -269,7 +328,7 @@ def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
             return dict(extra)  # the whole of it
         case kinds.Metadata():
             return _of_type(kind.type, documented) | (kind.extra_json_schema or {})
-        case kinds.StructType():
+        case kinds.StructType() | kinds.DataclassType():
             return _of_struct(kind.cls, documented)
         case kinds.UnionType():
             return _of_union([one for one in kind.types if not isinstance(one, kinds.NoneType)], documented)
@@ -284,6 +343,8 @@ def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
             return {"type": "string", "enum": sorted(str(one) for one in kind.values)}
         case kinds.BoolType():
             return {"type": "boolean"}
+        case kinds.FloatType():
+            return {"type": "number"}
         case kinds.IntType():
             return {"type": "integer", **_given(minimum=kind.ge, maximum=kind.le)}
         case kinds.StrType():
@@ -310,11 +371,11 @@ def _given(**limits: Any) -> dict[str, Any]:
 
 
 @cache
-def _field_docs(cls: type[msgspec.Struct]) -> dict[str, str]:
+def _field_docs(cls: type) -> dict[str, str]:
     """The text under each field, on one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
+    found = _field_docs(cls.__base__) if dataclasses.is_dataclass(cls.__base__) else {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())

@@ -87,7 +87,7 @@ def _vote_s(seen: Observed, coordinator: PodSeen) -> float | None:
     """After how long more than half of the nodes that were asked have missed it for long enough, if nothing changes; 0: they have."""
     if seen.job is None:
         return None
-    patience_s = max(MISSED_S, 2 * seen.job.spec.timing.detection_milliseconds / 1000)
+    patience_s = max(MISSED_S, 2 * seen.job.spec.timing.detection_s)
     if coordinator.restarts != heard_restarts(seen, coordinator):
         patience_s = max(patience_s, START_S)
     # Nodes beside it are lost together with its machine. Their silence would count for a coordinator that is gone.

@@ -21,6 +21,7 @@ from holdfast.kubernetes.objects.kueue import Where, WorkloadSeen
 from holdfast.kubernetes.objects.pod import pod_seen
 from holdfast.kubernetes.objects.render import PodSetting
 from holdfast.kubernetes.objects.resource import HoldfastJob
+from holdfast.kubernetes.objects.schema import in_object
 from holdfast.kubernetes.policy.plan import (
     DeletePod,
     DeleteWorkload,
@@ -347,7 +348,7 @@ def _rendered(
             return render.secret(job, token or secrets.token_hex(32))
         case "ConfigMap":
             made = render.config_map(job)
-            made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()
+            made["data"][ACCEPTED_KEY] = msgspec.json.encode(in_object(job.spec)).decode()
             if job.queue:
                 made["data"][QUEUE_KEY] = job.queue
             return made

@@ -17,7 +17,7 @@ from holdfast.kubernetes.objects import kueue, render
 from holdfast.kubernetes.objects.check import check, convert
 from holdfast.kubernetes.objects.machine import MachineSeen
 from holdfast.kubernetes.objects.pod import pod_seen
-from holdfast.kubernetes.objects.resource import HoldfastJob, ObjectName, TimingSpec, job_path
+from holdfast.kubernetes.objects.resource import HoldfastJob, ObjectName, job_path
 from holdfast.kubernetes.objects.status import (
     JobStatus,
     decided_from,
@@ -63,6 +63,7 @@ from holdfast.kubernetes.tasks.expectations import Expectations
 from holdfast.kubernetes.tasks.job_events import JobEvents
 from holdfast.kubernetes.tasks.job_objects import JobObjects, JobPods, JobQueue
 from holdfast.kubernetes.tasks.machine_marks import NodeMarks
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.network.endpoint import Hearing
 from holdfast.protocol.network.lookup import Lookup
 
@@ -278,8 +279,8 @@ class JobTask:
     async def _ask(self, status: JobStatus, job: HoldfastJob | None) -> CoordinatorReport | None:
         pod, token = newest_of(self.expected.pods.all, status.term), self._objects.token
         answers = pod is not None and pod.stays and pod.phase == "Running" and token is not None
-        timing = job.spec.timing if job is not None else TimingSpec()
-        await self._link.follow(pod if answers else None, token or "", timing.detection_milliseconds / 1000)
+        timing = job.spec.timing if job is not None else Timing()
+        await self._link.follow(pod if answers else None, token or "", timing.detection_s)
         return await self._link.ask()
 
     async def _ask_nodes(self, status: JobStatus) -> dict[str, Hearing | None]:
