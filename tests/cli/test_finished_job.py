@@ -147,6 +147,7 @@ def test_report_as_csv_has_every_start_that_is_kept(holdfast, job):
     (job / "runs" / "8" / "report.json").write_text(
         json.dumps(
             {
+                "job": "done",
                 "outcome": "failed",
                 "incidents": [],
                 "goodput": {

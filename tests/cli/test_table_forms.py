@@ -164,7 +164,7 @@ def topology(home: Path) -> None:
 
 def past(home: Path) -> None:
     goodput = {"wall_s": 7200.0, "classes": {"productive": 7000.0, "detect": 200.0}, "share": 0.97}
-    report = {"incidents": [], "world": {"history": [[0.0, 8]]}, "goodput": goodput}
+    report = {"job": "past", "incidents": [], "world": {"history": [[0.0, 8]]}, "goodput": goodput}
     Path("past.json").write_text(json.dumps(report))
 
 

@@ -142,11 +142,11 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
     assert samples["holdfast_step_rate"] == status.pace.steps_per_s
     assert samples["holdfast_remaining_seconds"] == status.pace.eta_s
     index = PhaseIndex(desk.state.membership, desk.state.spec.nproc)
-    status = job_view.page_status(desk.state, index, desk.now, RECENT) | {
+    on_page = job_view.page_status(desk.state, index, desk.now, RECENT) | {
         "live": True,
         "ledger_trouble": None,
     }
-    page = views.now(status, JobTimeline())
+    page = views.now(on_page, JobTimeline())
     assert page["pace"] == paced
     assert page["goodput"]["share"] == status.goodput.share
     assert page["weight_per_s"] == pytest.approx(6 * rate, rel=1e-4)

@@ -454,7 +454,7 @@ def test_a_coordinator_behind_the_proxy_of_an_api_server(tmp_path: Path):
             if said.kind == "status" and heard.count("status") == 1:
                 await client.post("/stop?reason=a%20word", repeat=True)
             if said.kind == "ended":
-                assert said.value["reason"] == "a word"
+                assert said.value.reason == "a word"
         assert heard[-1] == "ended"
         # What ends with the pods is here now.
         assert json.loads((here / "report.json").read_bytes())["reason"] == "a word"

@@ -7,6 +7,7 @@ import pytest
 from holdfast.kubernetes.objects.machine import machine_seen
 from holdfast.kubernetes.objects.pod import TerminationMessage, pod_seen
 from holdfast.kubernetes.pods.coordinator import termination_message
+from reports import report_of
 
 
 def pod(name: str = "llm-n3", **status: Any) -> dict[str, Any]:
@@ -285,14 +286,17 @@ def test_a_job_that_failed_says_which_rank_did_and_of_what() -> None:
     blame = {"cause": "ModuleNotFoundError: No module named 'x'", "rank": 1, "node": "llm-n3"}
     report = {"outcome": "failed", "reason": "the same error in 3 attempts in a row", "blame": blame}
     told = "the same error in 3 attempts in a row: rank 1 on llm-n3: ModuleNotFoundError: No module named 'x'"
-    assert termination_message(report) == TerminationMessage(outcome="failed", reason=told)
+    assert termination_message(report_of(report)) == TerminationMessage(outcome="failed", reason=told)
     nobody = blame | {"rank": None, "node": None}
-    assert termination_message(report | {"blame": nobody}).reason == f"{report['reason']}: {blame['cause']}"
-    assert termination_message(report | {"blame": None}).reason == report["reason"]
-    # What ended for another reason keeps it alone, and a cause that is the reason is not said twice.
-    assert termination_message(report | {"outcome": "stopped"}).reason == report["reason"]
     assert (
-        termination_message(report | {"reason": f"twice {blame['cause']}"}).reason
+        termination_message(report_of(report | {"blame": nobody})).reason
+        == f"{report['reason']}: {blame['cause']}"
+    )
+    assert termination_message(report_of(report | {"blame": None})).reason == report["reason"]
+    # What ended for another reason keeps it alone, and a cause that is the reason is not said twice.
+    assert termination_message(report_of(report | {"outcome": "stopped"})).reason == report["reason"]
+    assert (
+        termination_message(report_of(report | {"reason": f"twice {blame['cause']}"})).reason
         == f"twice {blame['cause']}"
     )
-    assert len(termination_message(report | {"reason": "x" * 2000}).reason) == 1000
+    assert len(termination_message(report_of(report | {"reason": "x" * 2000})).reason) == 1000

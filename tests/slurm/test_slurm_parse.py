@@ -9,6 +9,7 @@ import pytest
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.launcher import wants_requeue
 from holdfast.protocol.notices import NoticeCause
+from reports import report_of
 
 SAID = Path(__file__).parent / "said"
 
@@ -93,7 +94,7 @@ def test_errors_without_their_frame() -> None:
 
 def test_what_is_queued_again() -> None:
     def again(outcome: str, cause: NoticeCause | None) -> bool:
-        return wants_requeue({"outcome": outcome, "cause": cause, "reason": "in whatever words"})
+        return wants_requeue(report_of({"outcome": outcome, "cause": cause, "reason": "in whatever words"}))
 
     assert again("stopped", NoticeCause.TIME_LIMIT)
     assert again("stopped", NoticeCause.PREEMPTION)
@@ -104,7 +105,7 @@ def test_what_is_queued_again() -> None:
     # All steps were done as the time ran out.
     assert not again("finished", NoticeCause.TIME_LIMIT)
     # Nobody wrote a report; and words alone are no reason.
-    assert not wants_requeue({"outcome": "killed", "reason": "stopped at once"})
+    assert not wants_requeue(report_of({"outcome": "killed", "reason": "stopped at once"}))
     assert not again("failed", None)
     person = "Slurm ends the job: the time limit: the whole allocation: too few workers"
-    assert not wants_requeue({"outcome": "stopped", "cause": "stop", "reason": person})
+    assert not wants_requeue(report_of({"outcome": "stopped", "cause": "stop", "reason": person}))
