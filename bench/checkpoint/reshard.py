@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import encode_head, sums_of
+from holdfast.checkpoint.layout import seal, sums_of
 from holdfast.checkpoint.loading import Leaf, regions_of
 from holdfast.checkpoint.located import Located, find_in_archive
 from holdfast.checkpoint.regions import read_regions
@@ -55,8 +55,8 @@ def measure(mib: int, savers: int, readers: int) -> Resharded:
             )
             row = torch.cat([whole[s.path][low:high].expand(-1, columns).reshape(-1) for s in specs])
             data = memoryview(row.view(torch.uint8).numpy())
-            head = encode_head(StateIndex(1, {}, specs, nbytes * LARGE), sums_of(data))
-            shards.append(archive.save_shard(1, rank, head, sums_of(data), [data], nbytes * LARGE))
+            sealed = seal(StateIndex(1, {}, specs, nbytes * LARGE), sums_of(data))
+            shards.append(archive.save_shard(1, rank, sealed, [data]))
         archive.commit(1, shards)
         needed = fetched = 0
         for reader in range(readers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import Manifest, Shard, encode_head, sums_of
+from holdfast.checkpoint.layout import Manifest, Sealed, Shard, seal, sums_of
 from holdfast.checkpoint.tier import Tier
 from holdfast.errors import StateError
 from holdfast.tensors.index import StateIndex, TensorSpec
@@ -17,8 +17,8 @@ def blob_of(step: int, rank: int, nbytes: int = 100_000) -> bytes:
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
 
-def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
-    """A head that names two tensors, and the checksums in it."""
+def sealed(step: int, data: bytes) -> Sealed:
+    """With a head that names two tensors, and the checksums in it."""
     half = len(data) // 2
     tensors = (
         TensorSpec(path="model.a", dtype="uint8", shape=(half,), offset=0, nbytes=half),
@@ -26,8 +26,7 @@ def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
             path="model.b", dtype="uint8", shape=(len(data) - half,), offset=half, nbytes=len(data) - half
         ),
     )
-    sums = sums_of(memoryview(data))
-    return encode_head(StateIndex(step, {}, tensors, len(data)), sums), sums
+    return seal(StateIndex(step, {}, tensors, len(data)), sums_of(memoryview(data)))
 
 
 def in_buffers(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:
@@ -42,8 +41,7 @@ def in_buffers(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:
 def save_rank(archive: Archive, step: int, rank: int, nbytes: int = 100_000) -> Shard:
     """One rank's part."""
     data = blob_of(step, rank, nbytes)
-    head, sums = head_of(step, data)
-    return archive.save_shard(step, rank, head, sums, in_buffers(data), len(data))
+    return archive.save_shard(step, rank, sealed(step, data), in_buffers(data))
 
 
 def save(archive: Archive, step: int, world: int = 2, nbytes: int = 100_000) -> Manifest:
@@ -74,7 +72,12 @@ def replaced(tier: Tier, name: str, data: bytes) -> None:
 
 
 def flip(tier: Tier, name: str, at: int) -> None:
-    """Damage: one bit."""
+    """Damage: one bit; of a blob, behind its header."""
     data = bytearray(tier.read(name))
-    data[at] ^= 1
+    data[at + blob_at(data) if ".head." not in name and name.endswith(".safetensors") else at] ^= 1
     replaced(tier, name, bytes(data))
+
+
+def blob_at(data: bytes | bytearray) -> int:
+    """Where in a file of safetensors the tensors begin."""
+    return 8 + int.from_bytes(data[:8], "little")

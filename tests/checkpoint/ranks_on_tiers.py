@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import encode_head, sums_of_buffers
+from holdfast.checkpoint.layout import seal, sums_of_buffers
 from holdfast.checkpoint.loading import FlatState, flatten
 from holdfast.tensors.index import StateIndex, TensorSpec
 from holdfast.tensors.tree import buffer_of
@@ -22,8 +22,7 @@ def save_flats(archive: Archive, step: int, flats: list[FlatState]) -> None:
     for rank, flat in enumerate(flats):
         pieces = [buffer_of(t.contiguous()) for t in flat.tensors]
         sums = sums_of_buffers(pieces)
-        head = encode_head(flat.index, sums)
-        shards.append(archive.save_shard(step, rank, head, sums, pieces, flat.index.nbytes))
+        shards.append(archive.save_shard(step, rank, seal(flat.index, sums), pieces))
     archive.commit(step, shards)
 
 

@@ -51,7 +51,7 @@ def save(pool: SlotPool, key: Key, nbytes: int = 100_000) -> PooledSlot:
 
 def copy_of(slot: PooledSlot) -> Copy:
     key = slot.key
-    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes))
+    return Copy(key, parts_of(key.step, key.rank, slot.sealed))
 
 
 def part_of(slot: PooledSlot) -> Part:

@@ -411,7 +411,7 @@ def test_nothing_whole_is_an_error_and_not_a_fresh_start(to):
     later(to, {"w": torch.zeros(LARGE)})
     archive = Archive(to)
     flip(archive.tier, archive.manifest(5).shards[0].head.name, 7)
-    with pytest.raises(StateError, match=r"no checkpoint could be loaded: .*head is damaged"):
+    with pytest.raises(StateError, match=r"no checkpoint could be loaded: .*head\.safetensors is damaged"):
         load({"w": torch.zeros(LARGE)}, source=to)
 
 
@@ -528,8 +528,8 @@ def test_memory_that_went_bad_before_it_was_stored_replaces_nothing(to, monkeypa
     later(f"{to},keep=1", state, 5)
     real = backends.SlotPool.received
 
-    def received(self, slot, head, sums):
-        real(self, slot, head, sums)
+    def received(self, slot, sealed):
+        real(self, slot, sealed)
         with slot.blob as blob:
             blob[100] ^= 1
 

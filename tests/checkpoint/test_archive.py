@@ -6,20 +6,20 @@ import uuid
 
 import msgspec
 import pytest
-from blobs_on_tiers import blob_of, flip, head_of, in_buffers, loaded, newest_complete, replaced, save
+from blobs_on_tiers import blob_of, flip, in_buffers, loaded, newest_complete, replaced, save, sealed
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import (
     CHUNK_BYTES,
     FORMAT,
     MANIFEST,
-    Head,
-    Shard,
+    FileTensor,
     decode_head,
     digest,
     encode_head,
     encode_manifest,
     folder_of,
+    header_of,
 )
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.policy import Retention
@@ -53,14 +53,17 @@ def test_every_flipped_bit_is_found_and_named(archive, at):
         ChecksumError, match=r"bytes (\d+) to (\d+) \(model\.[ab].*do not match their checksums"
     ) as caught:
         archive.verify(3)
-    begin = at // CHUNK_BYTES * CHUNK_BYTES
-    assert f"bytes {begin} to {min(begin + CHUNK_BYTES, 3 * CHUNK_BYTES + 5)} " in str(caught.value)
+    begin, header = at // CHUNK_BYTES * CHUNK_BYTES, shard.header_bytes
+    end = min(begin + CHUNK_BYTES, 3 * CHUNK_BYTES + 5)
+    assert f"bytes {header + begin} to {header + end} " in str(caught.value)
 
 
 def test_one_that_is_too_long(archive):
     shard = save(archive, 3).shards[1]
-    replaced(archive.tier, shard.blob.name, blob_of(3, 1) + b"x")
-    with pytest.raises(StateError, match="longer: 100001 of 100000"):
+    replaced(archive.tier, shard.blob.name, archive.tier.read(shard.blob.name) + b"x")
+    with pytest.raises(
+        StateError, match=f"longer: {shard.header_bytes + 100_001} of {shard.header_bytes + 100_000}"
+    ):
         archive.verify(3)
 
 
@@ -101,7 +104,7 @@ def test_a_manifest_whose_figures_do_not_fit(archive, change, why):
 def test_a_head_whose_figures_do_not_fit(archive):
     shard = save(archive, 3, world=1).shards[0]
     head = archive.head(shard)
-    data = msgspec.msgpack.encode(Head(head.index, head.sums[:-8]))
+    data = encode_head(head.index, head.sums[:-8])
     part = msgspec.structs.replace(shard.head, nbytes=len(data), xxh3=digest(data))
     with pytest.raises(StateError, match="3 checksums for 100000 bytes"):
         decode_head(data, part, "it")
@@ -109,9 +112,8 @@ def test_a_head_whose_figures_do_not_fit(archive):
 
 def test_heads_of_equal_blobs_share_one(archive):
     data = blob_of(3, 0)
-    head, sums = head_of(3, data)
-    first = archive.save_shard(3, 0, head, sums, in_buffers(data), len(data))
-    second = archive.save_head(Shard(1, first.head, first.blob), head)
+    first = archive.save_shard(3, 0, sealed(3, data), in_buffers(data))
+    second = archive.save_head(msgspec.structs.replace(first, rank=1), sealed(3, data).head)
     manifest = archive.commit(3, [second, first])
     seen = []
     archive.verify(3, seen.append)
@@ -125,8 +127,7 @@ def test_heads_of_equal_blobs_share_one(archive):
 def test_a_step_that_is_saved_again_leaves_the_older_files(archive):
     before = save(archive, 3, world=1)
     data = blob_of(99, 0)
-    head, sums = head_of(3, data)
-    after = archive.save_shard(3, 0, head, sums, in_buffers(data), len(data))
+    after = archive.save_shard(3, 0, sealed(3, data), in_buffers(data))
     assert archive.verify(3) == before  # until the new one is committed
     assert {after.blob.name, after.head.name}.isdisjoint(
         {before.shards[0].blob.name, before.shards[0].head.name}
@@ -251,7 +252,9 @@ def test_a_tree_of_a_peer_or_head_that_nobody_could_load(tree, why):
     index = StateIndex(1, tree, TENSORS, 4)
     with pytest.raises(StateError, match=why):
         decode_index(msgspec.msgpack.encode(index))
-    head = encode_head(index, b"12345678")
+    text = msgspec.json.encode(index).decode()
+    sums = FileTensor("holdfast-xxh3", "uint8", (1, 8), 8)
+    head = header_of([sums], **{"holdfast-index": text}) + b"12345678"
     with pytest.raises(StateError, match=why):
         decode_head(head, Part("x", len(head), digest(head)), "x")
 

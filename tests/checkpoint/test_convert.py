@@ -557,6 +557,11 @@ def test_files_without_an_index(tmp_path):
     refused(tmp_path / "in", tmp_path, "b is in two files")
 
 
+def test_a_checkpoint_is_no_file_of_another_program(tmp_path):
+    save_states(Archive(str(tmp_path / "tier")), 4, [one_state()])
+    refused(tmp_path / "tier/step-4", tmp_path, "step-4 is a checkpoint of Holdfast: it is loaded as it is")
+
+
 def test_views_and_tied_tensors_of_torch(archive, tmp_path):
     base = large(1, 100, 100)
     torch.save({"t": base.T, "tied": base, "view": base[3], "conj": torch.ones(3) * 1j}, tmp_path / "a.pt")

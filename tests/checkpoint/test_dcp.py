@@ -27,7 +27,7 @@ import holdfast as hf
 from holdfast.checkpoint import TieredReader, TieredWriter, api
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.dcp import step_of_id
-from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.layout import seal
 from holdfast.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about collectives that it does not need here
@@ -327,8 +327,8 @@ def test_bytes_that_are_no_object_are_refused(to, data):
     spec = TensorSpec(path="thing", dtype="bytes", shape=(len(data),), offset=0, nbytes=len(data))
     sums = sums_of(memoryview(data))
     archive = Archive(to)
-    head = encode_head(StateIndex(5, {}, (spec,), len(data)), sums)
-    archive.commit(5, [archive.save_shard(5, 0, head, sums, [memoryview(data)], len(data))])
+    sealed = seal(StateIndex(5, {}, (spec,), len(data)), sums)
+    archive.commit(5, [archive.save_shard(5, 0, sealed, [memoryview(data)])])
     EXECUTED.clear()
     if data.startswith(b"\x80\x04N"):
         return  # None, which is harmless

@@ -14,7 +14,7 @@ import sys, threading
 from holdfast.checkpoint import layout
 from holdfast.tensors import index as index_module
 sys.setswitchinterval(1e-6)
-index = index_module.Index(1, {}, (index_module.TensorSpec(path="a", dtype="float32", shape=(1,), offset=0, nbytes=4),), 4)
+index = index_module.StateIndex(1, {}, (index_module.TensorSpec(path="a", dtype="float32", shape=(1,), offset=0, nbytes=4),), 4)
 data, head = layout.msgspec.msgpack.encode(index), layout.encode_head(index, b"12345678")
 part = layout.Part("x", len(head), layout.digest(head))
 start = threading.Barrier(8)

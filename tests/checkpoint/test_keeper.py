@@ -16,8 +16,8 @@ from holdfast.agent import snapshots
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import digest, parts_of, sums_of
-from holdfast.checkpoint.memory import map_slot, remove_memory
+from holdfast.checkpoint.layout import digest, parts_of, seal, sums_of
+from holdfast.checkpoint.memory import UNSEALED, map_slot, remove_memory
 from holdfast.checkpoint.replicate import WINDOW_BYTES
 from holdfast.errors import TierError
 from holdfast.protocol import messages as m
@@ -87,7 +87,7 @@ def test_a_copy_that_is_complete_counts_and_its_digests_are_right():
             held = a.last(m.SnapshotStored)
             sums = sums_of(memoryview(blob_of(10, 3)))
             slot = a.keeper.pool.held()[0]
-            assert held.copy == Copy(key, parts_of(10, 3, slot.head, sums, 100_000))
+            assert held.copy == Copy(key, parts_of(10, 3, seal(index_of(10, 100_000), sums)))
             assert [held.copy.shard.head.xxh3, held.stall_s] == [digest(slot.head), 0.25]
             assert held.took_s > 0
             assert a.keeper.copies() == (held.copy,)
@@ -330,7 +330,7 @@ def test_ranks_with_equal_bytes_share_a_blob(tmp_path):
             assert [second.blob, second.rank] == [first.blob, 1]
             await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (first, second)))
             assert Archive(str(tmp_path)).verify(10).nbytes == 100_000
-            assert len(list(tmp_path.rglob("*.bin"))) == 1
+            assert len(list(tmp_path.rglob("rank-*.????????.safetensors"))) == 1
 
     run(scenario())
 
@@ -424,7 +424,7 @@ def test_memory_that_went_bad_is_not_stored(tmp_path):
             said = await store(a, tmp_path, key_of(10))
             assert said.shard is None
             assert "changed in memory" in said.reason
-            assert not list(tmp_path.rglob("*.bin"))
+            assert not list(tmp_path.rglob("*.safetensors"))
 
     run(scenario())
 
@@ -496,7 +496,7 @@ def test_a_tier_that_cannot_be_is_said(url):
             await a.held(key_of(10))
             said = await store(a, url, key_of(10))
             assert [said.shard, bool(said.reason)] == [None, True]
-            await a.keeper.publish(m.Publish(DurableTier(url), 10, (parts_of(10, 0, b"", b"", 0),)))
+            await a.keeper.publish(m.Publish(DurableTier(url), 10, (parts_of(10, 0, UNSEALED),)))
             assert a.last(m.Published).error
 
     run(scenario())

@@ -5,7 +5,7 @@ import threading
 import uuid
 
 import pytest
-from blobs_on_tiers import blob_of, head_of, save, save_rank
+from blobs_on_tiers import blob_of, save, save_rank, sealed
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import folder_of
@@ -70,7 +70,7 @@ def tried(order):
     place = Archive(f"memory://{uuid.uuid4().hex}")
     save(place, 10, world=1, nbytes=10)
     shard = save_rank(place, 5, 0, nbytes=10)
-    head, _ = head_of(5, blob_of(5, 0, 10))
+    head = sealed(5, blob_of(5, 0, 10)).head
     turns, ends = Turns(order), {}
 
     def work(who, action):

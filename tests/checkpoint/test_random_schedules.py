@@ -120,7 +120,7 @@ class World:
         step = slot.key.step
         with node.pool.reading(slot.key):
             try:
-                shard = self.archive.save_shard(step, 0, slot.head, slot.sums, slot.buffers(), NBYTES)
+                shard = self.archive.save_shard(step, 0, slot.sealed, slot.buffers())
             except HoldfastError:
                 return
             if self.rng.random() < 0.8:

@@ -9,17 +9,17 @@ import pytest
 from blobs_on_tiers import (
     blob_of,
     flip,
-    head_of,
     in_buffers,
     loaded,
     newest_complete,
     replaced,
     save,
     save_rank,
+    sealed,
 )
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import MANIFEST, folder_of
+from holdfast.checkpoint.layout import MANIFEST, Sealed, folder_of
 from holdfast.checkpoint.objects import SCHEMES, ObjectTier
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.tier import DiskTier, open_tier
@@ -172,15 +172,13 @@ def test_without_a_manifest_it_does_not_exist(archive):
 
 def test_a_blob_that_is_there_is_not_written_again(archive):
     first = save_rank(archive, 5, 0)
-    assert archive.save_shard(5, 0, b"another head", b"", iter([]), 0) != first
-    data = blob_of(5, 0)
-    head, sums = (archive.tier.read(first.head.name), archive.head(first).sums)
+    assert archive.save_shard(5, 0, Sealed(b"another head", b"", b"", 0), iter([])) != first
 
     def never():
         pytest.fail("sent again")
         yield memoryview(b"")
 
-    assert archive.save_shard(5, 0, head, sums, never(), len(data)) == first
+    assert archive.save_shard(5, 0, sealed(5, blob_of(5, 0)), never()) == first
 
 
 @pytest.mark.parametrize("at", [0, 40_000, 99_999])
@@ -188,7 +186,8 @@ def test_a_flipped_bit_of_a_blob(archive, at):
     shard = save(archive, 5).shards[1]
     flip(archive.tier, shard.blob.name, at)
     with pytest.raises(
-        ChecksumError, match=r"rank-1\..*\.bin: bytes \d+ to \d+ \(model\.[ab].*do not match their checksums"
+        ChecksumError,
+        match=r"rank-1\..*\.safetensors: bytes \d+ to \d+ \(model\.[ab].*do not match their checksums",
     ):
         archive.verify(5)
     with pytest.raises(StateError, match="do not match their checksums"):
@@ -199,7 +198,7 @@ def test_a_flipped_bit_of_a_head(archive):
     name = save(archive, 5).shards[1].head.name
     for at in range(0, archive.tier.size(name), 7):
         flip(archive.tier, name, at)
-        with pytest.raises(ChecksumError, match=r"rank-1\..*\.head is damaged"):
+        with pytest.raises(ChecksumError, match=r"rank-1\..*\.head\.safetensors is damaged"):
             archive.verify(5)
         flip(archive.tier, name, at)
     archive.verify(5)
@@ -220,8 +219,9 @@ def test_a_flipped_bit_of_a_manifest(archive):
 @pytest.mark.parametrize("left", [0, 1, 32_768, 99_999])
 def test_a_torn_blob(archive, left):
     shard = save(archive, 5).shards[0]
-    replaced(archive.tier, shard.blob.name, blob_of(5, 0)[:left])
-    with pytest.raises(StateError, match=f"cut short: {left} of 100000 bytes"):
+    left += shard.header_bytes
+    replaced(archive.tier, shard.blob.name, archive.tier.read(shard.blob.name)[:left])
+    with pytest.raises(StateError, match=f"cut short: {left} of {shard.header_bytes + 100_000} bytes"):
         archive.verify(5)
     with pytest.raises(StateError, match="cut short"):
         loaded(archive, 5)
@@ -259,13 +259,12 @@ def test_saving_a_step_again_repairs_it(archive):
         archive.verify(5)
     written = []
     data = blob_of(5, 0)
-    head, sums = head_of(5, data)
-    archive.save_shard(5, 0, head, sums, in_buffers(data), len(data), written.append)
+    archive.save_shard(5, 0, sealed(5, data), in_buffers(data), written.append)
     assert sum(written) == len(data)
     save(archive, 5)
     assert [archive.verify(5).step, loaded(archive, 5)[0]] == [5, data]
     written.clear()
-    archive.save_shard(5, 0, head, sums, in_buffers(data), len(data), written.append)
+    archive.save_shard(5, 0, sealed(5, data), in_buffers(data), written.append)
     assert written == [], "a blob that is whole is not sent again"
 
 

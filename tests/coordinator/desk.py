@@ -24,7 +24,7 @@ def copy_of(step: int, generation: int = 1, rank: int = 0, world: int = 1, bits:
     """A shard in snapshot memory; equal `bits` stand for equal bytes."""
     head = Part(f"step-{step}/head-{rank}", 10, f"h{rank}{bits}")
     row = Part(f"step-{step}/row-{rank}", 1000, bits)
-    return Copy(Key(step, generation, rank, world), Shard(rank, head, row))
+    return Copy(Key(step, generation, rank, world), Shard(rank, head, row, 0))
 
 
 class Desk:

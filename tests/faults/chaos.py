@@ -509,7 +509,9 @@ def damage(job: Job, what: str) -> int:
             if what == "manifest cut":
                 os.truncate(path, job.rng.randrange(path.stat().st_size))
             else:
-                flip(path, job.rng.randrange(path.stat().st_size))
+                with path.open("rb") as file:
+                    header = 8 + int.from_bytes(file.read(8), "little")
+                flip(path, job.rng.randrange(header, path.stat().st_size))
             return on_disk[-2]
         case "ledger lost":
             for path in job.dir.glob("job.sqlite*"):

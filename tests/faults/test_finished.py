@@ -3,12 +3,15 @@
 import re
 
 import pytest
+import torch
 from conftest import STEPS
 from harness import TINY, run
 from s3server import S3Server
+from safetensors.torch import load_file
 from test_snapshots import memory_of
 
 from holdfast.checkpoint.archive import Archive
+from holdfast.tools.conversion.convert import export_torch
 
 
 @pytest.mark.long
@@ -32,6 +35,14 @@ def test_the_result_of_training_is_a_checkpoint_in_every_tier(tmp_path, undistur
     assert losses + second.losses() == undisturbed.losses()
     assert second.report["final"] == undisturbed.report["final"]
     assert Archive(str(near)).steps() == [STEPS - 50, STEPS]
+    tensors = {}
+    for path in (near / f"step-{STEPS}").glob("*.safetensors"):
+        tensors |= load_file(path)
+    export_torch(Archive(str(near)), STEPS, tmp_path / "out.pt")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(torch.equal(tensors[f"model.{name}"], tensor) for name, tensor in state["model"].items())
+    for number, moments in state["optimizer"]["state"].items():
+        assert all(torch.equal(tensors[f"optimizer.state.{number}.{k}"], t) for k, t in moments.items())
 
 
 @pytest.mark.nightly
@@ -44,13 +55,15 @@ def test_one_member_reads_it_for_all(tmp_path, undisturbed, monkeypatch):
         options = ["--nnodes", 3, "--snapshot-every", 0, "--checkpoint", "s3://bucket/run,every=0"]
         first = run(tmp_path, *options, TINY, STEPS - 50)
         assert first.code == 0, first.output[-3000:]
-        (row,) = [key for key in store.objects if key.endswith(".bin")]
-        losses, nbytes, before = first.losses(), len(store.objects[row]), len(store.asked)
+        (row,) = [key for key in store.objects if re.search(r"\.\w{8}\.safetensors$", key)]
+        losses, data, before = first.losses(), store.objects[row], len(store.asked)
+        header = 8 + int.from_bytes(data[:8], "little")
         second = run(tmp_path, *options, TINY, STEPS)
         assert second.code == 0, second.output[-3000:]
         ranges = [r.headers["Range"] for r in store.asked[before:] if (r.kind, r.key) == ("get", row)]
     ends = [re.fullmatch(r"bytes=(\d+)-(\d+)", text) for text in ranges]
-    assert sum(int(e[2]) - int(e[1]) + 1 for e in ends) == nbytes
+    assert min(int(e[1]) for e in ends) == header
+    assert sum(int(e[2]) - int(e[1]) + 1 for e in ends) == len(data) - header
     assert losses + second.losses() == undisturbed.losses()
     assert second.report["final"] == undisturbed.report["final"]
 

@@ -2,6 +2,7 @@
 Whatever was reported saved is there, and training goes on from it with the same bits."""
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -142,7 +143,9 @@ def test_everything_is_killed_while_an_object_store_takes_a_checkpoint(
             monkeypatch.setenv(name, value)
 
         def second(request):
-            meant = request.key.endswith(".bin") and any(k.endswith("manifest.json") for k in store.objects)
+            meant = re.search(r"\.\w{8}\.safetensors$", request.key) and any(
+                k.endswith("manifest.json") for k in store.objects
+            )
             if meant:
                 reached.set()
             return meant

@@ -83,7 +83,9 @@ class Target:
 
 
 def manifest() -> bytes:
-    shards = tuple(layout.parts_of(5, rank, b"head", b"12345678", 32) for rank in range(2))
+    shards = tuple(
+        layout.parts_of(5, rank, layout.Sealed(b"head", b"header", b"12345678", 26)) for rank in range(2)
+    )
     made = layout.Manifest(
         format=1, step=5, world=2, chunk_bytes=1 << 15, saved_at="2026-11-28T16:30:32+00:00", shards=shards
     )

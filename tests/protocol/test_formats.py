@@ -25,7 +25,9 @@ from holdfast.coordinator.service.store import state_of
 from holdfast.protocol import job_report, job_view, ledger, messages
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.snapshots import Part
 from holdfast.protocol.verified import SamplesChecked, Verified
+from holdfast.tensors.index import StateIndex, TensorSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDER_VERSION = 1
@@ -95,6 +97,49 @@ def test_files_of_every_version_are_read(name: str) -> None:
                 assert read == filled(by_name[kind])
 
 
+def files_of_a_rank() -> dict[str, bytes]:
+    """What is written beside a blob: its header, and its head."""
+    tree = {
+        "model": ["d", [["w", ["T", 0]], ["b", ["b", ["complex64", [1], b"12345678"]]]]],
+        "values": [
+            "d",
+            [
+                ["lr", ["x", 0.1]],
+                ["worst", ["x", float("inf")]],
+                ["large", ["b", ["int", [], b"1180591620717411303424"]]],
+            ],
+        ],
+    }
+    specs = (
+        TensorSpec(
+            path="model.w",
+            dtype="float32",
+            shape=(2, 3),
+            offset=0,
+            nbytes=24,
+            global_shape=(4, 3),
+            start=(2, 0),
+        ),
+        TensorSpec(path="model.scale", dtype="float8_e8m0fnu", shape=(5,), offset=24, nbytes=5),
+    )
+    sealed = layout.seal(StateIndex(40, tree, specs, 29), b"checksum")
+    return {"safetensors": sealed.header, "head.safetensors": sealed.head}
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "head.safetensors"])
+def test_files_of_a_checkpoint_are_as_the_golden_ones(ending: str) -> None:
+    assert (GOLDEN / f"checkpoint-{layout.FORMAT}.{ending}").read_bytes() == files_of_a_rank()[ending]
+
+
+@pytest.mark.parametrize("version", range(1, layout.FORMAT + 1))
+def test_heads_of_every_version_are_read(version: int) -> None:
+    data = (GOLDEN / f"checkpoint-{version}.head.safetensors").read_bytes()
+    head = layout.decode_head(data, Part("", len(data), layout.digest(data)), "it")
+    assert (head.index.step, head.index.tensors[0].global_shape, head.sums) == (40, (4, 3), b"checksum")
+    assert head.index.tree["model"] == ["d", [["w", ["T", 0]], ["b", ["b", ["complex64", [1], b"12345678"]]]]]
+    assert dict(head.index.tree["values"][1])["worst"] == ["x", float("inf")]
+
+
 def test_a_slot_s_header_is_that_of_its_version() -> None:
     assert (memory._VERSION, memory._HEADER.format, memory._HEADER.size) == (2, "<8sIIqqiiQQ16sQ", 80)
 
@@ -120,6 +165,9 @@ def main() -> int:
             sys.stdout.write(f"{path} stays as it is\n")
             continue
         path.write_text(json.dumps(written(types), indent=1, sort_keys=True) + "\n")
+        if name == "checkpoint":
+            for ending, data in files_of_a_rank().items():
+                path.with_suffix(f".{ending}").write_bytes(data)
         if name == "state":
             path.with_suffix(".msgpack").write_bytes(msgspec.msgpack.encode(filled(CoreState)))
         sys.stdout.write(f"{path} is written\n")

@@ -304,8 +304,10 @@ agent/snapshots:SnapshotKeeper.slot_filled by SlotFilled
         tensors/index:checked
     checkpoint/memory:SlotPool.seal
         checkpoint/layout:sums_of
-        checkpoint/layout:encode_head
-        checkpoint/memory:SlotPool._sealed
+        checkpoint/layout:seal
+            checkpoint/layout:encode_head
+                checkpoint/layout:header_of
+        checkpoint/memory:SlotPool.received
     agent/snapshots:_copy_of
         checkpoint/layout:parts_of
             checkpoint/layout:digest
@@ -393,6 +395,7 @@ agent/coordinator_link:CoordinatorLink._receiving by ToAgent
                             checkpoint/replicate:Blob._fill
                                 checkpoint/snapshot_server:SnapshotPeer.read_into
                                 checkpoint/layout:damaged
+                    checkpoint/layout:seal
                     checkpoint/memory:SlotPool.received
             agent/snapshots:SnapshotKeeper.complete
                 checkpoint/memory:SlotPool.snapshot_complete
@@ -426,7 +429,7 @@ protocol/network/range_server:RangeRequest.do_GET by HttpListener
     forms="""
 train/state_image:Image tensors/index:StateIndex tensors/index:TensorSpec tensors/dtensor_shards:Leaf
 protocol/snapshots:Key protocol/messages:SnapshotExpected protocol/messages:SlotWanted checkpoint/memory:PooledSlot
-protocol/messages:SlotGiven protocol/messages:SlotFilled checkpoint/layout:Head protocol/snapshots:Part
+protocol/messages:SlotGiven protocol/messages:SlotFilled checkpoint/layout:Head checkpoint/layout:Sealed protocol/snapshots:Part
 protocol/snapshots:Shard protocol/snapshots:Copy protocol/messages:SnapshotStored agent/coordinator_link:Letter
 coordinator/kernel/events:NodeSays coordinator/service/queues:QueuedEvent coordinator/kernel/state:HeldShard
 coordinator/kernel/state:MemorySnapshot protocol/snapshots:Holder protocol/messages:Replicate

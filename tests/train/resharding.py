@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import encode_head, sums_of_buffers
+from holdfast.checkpoint.layout import seal, sums_of_buffers
 from holdfast.train import state_image
 
 STEP = 5
@@ -35,8 +35,7 @@ def save(url: str, shards: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
         image = state_image.capture(objects, STEP)
         total = image.index.nbytes
         sums = sums_of_buffers(image.pieces(0, total))
-        head = encode_head(image.index, sums)
-        saved.append(archive.save_shard(STEP, number, head, sums, image.pieces(0, total), total))
+        saved.append(archive.save_shard(STEP, number, seal(image.index, sums), image.pieces(0, total)))
     archive.commit(STEP, saved)
     assert not any(t.isnan().any() for t in content.values())
     return content

@@ -106,7 +106,7 @@ def test_other_objects_are_refused():
 
 def saved(folder, things, step=1):
     restore.save(state_image.capture(things, step), str(folder), Retention())
-    return next((folder / f"step-{step}").glob("*.bin"))
+    return next((folder / f"step-{step}").glob("rank-?.????????.safetensors"))
 
 
 def test_a_checkpoint_on_disk_comes_back(tmp_path):

@@ -371,15 +371,12 @@ class SnapshotKeeper:
         # Another node has the same blob in the tier already (replicas hold the same parameters), so only this
         # rank's head is written.
         if order.blob:
-            shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes, order.blob)
-            return archive.save_head(shard, slot.head)
+            return archive.save_head(parts_of(key.step, key.rank, slot.sealed, order.blob), slot.head)
         return archive.save_shard(
             key.step,
             key.rank,
-            slot.head,
-            slot.sums,
+            slot.sealed,
             self._until_closed(slot),
-            slot.blob_bytes,
             lambda nbytes: far.add(nbytes, slot.blob_bytes),
         )
 
@@ -473,4 +470,4 @@ def _lack(error: Exception) -> Lack | None:
 
 def _copy_of(slot: PooledSlot) -> Copy:
     key = slot.key
-    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes))
+    return Copy(key, parts_of(key.step, key.rank, slot.sealed))

@@ -6,6 +6,7 @@ checksum that its head names.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -16,9 +17,11 @@ from holdfast.checkpoint.layout import (
     MANIFEST,
     Head,
     Manifest,
+    Sealed,
     damaged,
     decode_head,
     decode_manifest,
+    digest,
     encode_manifest,
     folder_of,
     parts_of,
@@ -80,7 +83,9 @@ class Archive:
 
     def blob(self, shard: Shard, head: Head, on_skip: OnSkip = lambda why: None) -> Blob:
         """A shard's bytes, verified as they are read."""
-        return Blob([TierSource(self.tier, shard.blob.name)], head.sums, head.index.nbytes, on_skip)
+        # The header is skipped and not read: it is for others, and what is damaged there harms no restore.
+        source = TierSource(self.tier, shard.blob.name, shard.header_bytes)
+        return Blob([source], head.sums, head.index.nbytes, on_skip)
 
     def verify(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Reads every byte; returns the manifest of a complete checkpoint. `seen` is told of bytes as they are read.
@@ -104,25 +109,39 @@ class Archive:
 
     def _verify_blob(self, shard: Shard, head: Head, seen: Callable[[int], None]) -> None:
         self.check_size(shard, head)
-        bad = self._first_damage(shard.blob.name, head.index.nbytes, head.sums, seen)
+        where, at = f"{self.tier.url}/{shard.blob.name}", shard.header_bytes
+        bad = self._first_damage(shard, head.sums, seen)
         if bad is not None:
             begin, end = bad
             held = _named(
                 [t.path for t in head.index.tensors if t.offset < end and t.offset + t.nbytes > begin]
             )
-            where = f"{self.tier.url}/{shard.blob.name}"
-            raise ChecksumError(f"{where}: bytes {begin} to {end}{held} do not match their checksums")
+            raise ChecksumError(
+                f"{where}: bytes {at + begin} to {at + end}{held} do not match their checksums"
+            )
+        if not self._has_header(shard, head.sums):
+            raise ChecksumError(
+                f"{where}: its header, bytes 0 to {at}, does not match its checksum. Its tensors "
+                "are intact: a job can resume from them, and `holdfast checkpoint export` writes them to new files"
+            )
+
+    def _has_header(self, shard: Shard, sums: bytes) -> bool:
+        """Whether what is before the blob in its file is as it was saved."""
+        header = bytearray(shard.header_bytes)
+        self.tier.read_into(shard.blob.name, 0, memoryview(header))
+        return digest(bytes(header) + sums) == shard.blob.xxh3
 
     def _first_damage(
-        self, name: str, nbytes: int, sums: bytes, seen: Callable[[int], None] = lambda nbytes: None
+        self, shard: Shard, sums: bytes, seen: Callable[[int], None] = lambda nbytes: None
     ) -> tuple[int, int] | None:
         """The first range of a blob that differs from its checksums; None when all of it is as it was saved."""
+        nbytes = shard.blob.nbytes
         # One buffer for all windows: blobs are larger than the memory that verification may take, and a new
         # buffer for each window would page-fault every time.
         scratch = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
         for low in range(0, nbytes, WINDOW_BYTES):
             view = scratch[: min(WINDOW_BYTES, nbytes - low)]
-            self.tier.read_into(name, low, view)
+            self.tier.read_into(shard.blob.name, shard.header_bytes + low, view)
             bad = next(damaged(view, low, sums), None)
             if bad is not None:
                 return bad
@@ -143,8 +162,8 @@ class Archive:
         return manifest
 
     def check_size(self, shard: Shard, head: Head) -> None:
-        """Raises StateError unless the blob has the size that its head names."""
-        where, nbytes = f"{self.tier.url}/{shard.blob.name}", head.index.nbytes
+        """Raises StateError unless the file of a blob has the size of its header and of what its head names."""
+        where, nbytes = f"{self.tier.url}/{shard.blob.name}", shard.header_bytes + head.index.nbytes
         size = self.tier.size(shard.blob.name)
         if size is None:
             raise StateError(f"{where} does not exist")
@@ -176,10 +195,8 @@ class Archive:
         self,
         step: int,
         rank: int,
-        head: bytes,
-        sums: bytes,
+        sealed: Sealed,
         buffers: Iterable[memoryview],
-        nbytes: int,
         seen: Callable[[int], None] = lambda n: None,
     ) -> Shard:
         """Writes one rank's part; it counts when a manifest names it. A blob that is there already is read, and written
@@ -188,22 +205,24 @@ class Archive:
         Raises:
             TierError: the tier cannot take it.
         """
-        shard = parts_of(step, rank, head, sums, nbytes)
+        shard = parts_of(step, rank, sealed)
         # Blob first, head second, manifest (by `commit`) last. Each file refers only to files that are
         # durable already, so a writer that dies at any point leaves unreferenced files, never a reference to
         # missing bytes. Names come from the content, so this never overwrites what an older manifest of the
         # same step refers to.
-        if not self._has_blob(shard, sums):
-            self.tier.write(shard.blob.name, buffers, nbytes, seen)
-        return self.save_head(shard, head)
+        if not self._has_blob(shard, sealed.sums):
+            file = itertools.chain([memoryview(sealed.header)], buffers)
+            blob_seen = _behind(len(sealed.header), seen)
+            self.tier.write(shard.blob.name, file, shard.files[shard.blob.name], blob_seen)
+        return self.save_head(shard, sealed.head)
 
     def _has_blob(self, shard: Shard, sums: bytes) -> bool:
         # A blob with the right name and size is read completely before it is trusted. A name promises
         # content, but a disk may have lost or flipped bytes since, and the new manifest would vouch for them.
-        if self.tier.size(shard.blob.name) != shard.blob.nbytes:
+        if self.tier.size(shard.blob.name) != shard.files[shard.blob.name]:
             return False
         try:
-            return self._first_damage(shard.blob.name, shard.blob.nbytes, sums) is None
+            return self._has_header(shard, sums) and self._first_damage(shard, sums) is None
         except (StateError, TierError):
             return False
 
@@ -248,7 +267,7 @@ class Archive:
         """Raises TierError if a pruner removed files of this checkpoint meanwhile; see `_remove_unfinished`."""
         folder = folder_of(manifest.step)
         files = self.tier.files(folder)
-        parts = {part.name: part.nbytes for shard in manifest.shards for part in (shard.blob, shard.head)}
+        parts = {name: nbytes for shard in manifest.shards for name, nbytes in shard.files.items()}
         # The list of files is compared too, not only the tombstone: a pruner that has finished removed its
         # tombstone last, and leaves no other trace than missing files.
         if f"{folder}/{BEING_REMOVED}" in files or not parts.items() <= files.items():
@@ -307,6 +326,19 @@ class Archive:
             self.tier.remove_folder(folder, last=tombstone)
         else:
             self.tier.remove(tombstone)
+
+
+def _behind(skipped: int, seen: Callable[[int], None]) -> Callable[[int], None]:
+    """Tells `seen` of bytes without the first ones."""
+    done = 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        counted, done = max(done, skipped), done + nbytes
+        if done > counted:
+            seen(done - counted)
+
+    return told
 
 
 def _named(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ import msgspec
 
 from holdfast.checkpoint.agent_link import AgentLink, AgentSlots
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import encode_head, sums_of
+from holdfast.checkpoint.layout import seal, sums_of
 from holdfast.checkpoint.located import Located, find_in_archive, find_in_memory
 from holdfast.checkpoint.memory import (
     PooledSlot,
@@ -513,7 +513,7 @@ class StandaloneBackend:
         try:
             with job.slot.blob as blob:
                 sums = sums_of(blob)
-            self._pool.received(job.slot, encode_head(job.index, sums), sums)
+            self._pool.received(job.slot, seal(job.index, sums))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
             self._pool.drop(job.slot)
             job.slot, job.why_not = None, str(error)
@@ -549,8 +549,7 @@ class StandaloneBackend:
             # Holds the slot while the tier reads from it: a later save may begin before a slow tier is done,
             # and must not get this memory.
             with self._pool.reading(slot.key):
-                head, sums, nbytes = slot.head, slot.sums, slot.blob_bytes
-                shard = archive.save_shard(job.index.step, self.rank, head, sums, slot.buffers(), nbytes)
+                shard = archive.save_shard(job.index.step, self.rank, slot.sealed, slot.buffers())
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
             return {"error": str(error)}
         return {"shard": msgspec.to_builtins(shard)}

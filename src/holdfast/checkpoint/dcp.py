@@ -42,7 +42,7 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.tensors import loaded, staging
 from holdfast.tensors.index import StateIndex, TensorSpec, leaves
-from holdfast.tensors.tree import dtype_of, unpack
+from holdfast.tensors.tree import by_width, dtype_of, unpack
 from holdfast.tensors.wrappers import inside_of, is_wrapper
 
 _log = logging.getLogger(__name__)
@@ -100,14 +100,14 @@ class TieredWriter(StorageWriter):
         # because all get the same id and make the same calls.
         step = next(s for s in (self._named, self.step, self._saved + 1) if s is not None)
         self._named = None
-        tensors: list[torch.Tensor] = []
+        given = [_resolve(item, planner) for item in plan.items]
+        order = by_width(given)
+        items, tensors = [plan.items[n] for n in order], [given[n] for n in order]
         specs: list[TensorSpec] = []
         offset = 0
-        for item in plan.items:
-            tensor = _resolve(item, planner)
+        for item, tensor in zip(items, tensors, strict=True):
             spec = _spec_of(item, tensor, offset)
             specs.append(spec)
-            tensors.append(tensor)
             offset += spec.nbytes
         index = StateIndex(step, {}, tuple(specs), offset)
         backend = backend_for(self._to)
@@ -122,7 +122,7 @@ class TieredWriter(StorageWriter):
         self._saved = step
         done: Future[list[WriteResult]] = Future()
         done.set_result(
-            [WriteResult(item.index, spec.nbytes, None) for item, spec in zip(plan.items, specs, strict=True)]
+            [WriteResult(item.index, spec.nbytes, None) for item, spec in zip(items, specs, strict=True)]
         )
         return done
 

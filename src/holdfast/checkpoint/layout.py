@@ -1,17 +1,22 @@
-"""What a checkpoint is made of, in plain values. Free of torch, so it can be listed and verified without it.
+"""What a checkpoint is made of. Free of torch, so it can be listed and verified without it.
 
     step-40/
-      rank-0.9f31c2d4.bin     a *blob*: the bytes of one rank's tensors, one after the other
-      rank-0.9f31c2d4.head    its *head*: what the bytes mean, and a checksum of every chunk of them (msgpack)
-      manifest.json           which heads and blobs make up the checkpoint; written last
+      rank-0.9f31c2d4.safetensors        a header, and a *blob*: the bytes of one rank's tensors, one after the other
+      rank-0.51d7a0be.head.safetensors   its *head*: small tensors, plain values, a checksum of every chunk of the blob
+      manifest.json                      which heads and blobs make up the checkpoint; written last
 
 A checkpoint exists when its manifest does. Files are named by their content, so that writing a step again (after
 a fault took it back) never touches what an older manifest refers to.
+
+Both files of a rank are safetensors, for others. Nothing here depends on the header of the blob's file: what its tensors
+are is said in the head, and they are the last bytes of the file. docs/architecture/storage.md has the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -19,7 +24,7 @@ import xxhash
 from holdfast.errors import ChecksumError, StateError
 from holdfast.protocol.snapshots import Part, Shard
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tensors.index import StateIndex, checked
+from holdfast.tensors.index import LARGE, StateIndex, checked, leaves, with_leaves
 
 FORMAT = 1
 CHUNK_BYTES = 32 << 10
@@ -27,9 +32,12 @@ CHUNK_BYTES = 32 << 10
 of 0.9 MB (1 GiB of each of 2 ranks, read by 8) that is 3% (`bench.checkpoint`), and it would be 6% with twice as
 much. Smaller ones make hashing slower."""
 
+SUM_BYTES = 8
+
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 32 << 20
 """Of a manifest that is read. A shard takes 300 to 400 bytes of it, so this is one of 80,000 ranks."""
+HEAD_SUFFIX = ".head.safetensors"
 HEAD_BYTES = 1 << 30
 """Of a head that is read. Its checksums take 8 bytes for each CHUNK_BYTES, so this is one of a blob of 4 TiB."""
 BEING_REMOVED = "being-removed"
@@ -41,6 +49,19 @@ class Head(msgspec.Struct, frozen=True):
 
     index: StateIndex
     sums: bytes
+
+
+class Sealed(NamedTuple):
+    """What goes with the bytes of one rank's tensors."""
+
+    head: bytes
+    """The file of that name."""
+    header: bytes
+    """What comes before the blob in its file."""
+    sums: bytes
+    """Of the blob's chunks."""
+    nbytes: int
+    """Of the blob."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +94,6 @@ class _Signed(msgspec.Struct):
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
 _signed = msgspec.json.Decoder(_Signed)
 _manifests = msgspec.json.Decoder(Manifest)
-_heads = msgspec.msgpack.Decoder(Head)
 
 
 def folder_of(step: int) -> str:
@@ -92,17 +112,21 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def parts_of(step: int, rank: int, head: bytes, sums: bytes, blob_bytes: int, blob: str = "") -> Shard:
-    """The names and digests of one rank's files. blob: the name of a blob of equal bytes, to share it."""
-    blob_digest, head_digest = digest(sums), digest(head)
+def parts_of(step: int, rank: int, sealed: Sealed, blob: str = "") -> Shard:
+    """The names and digests of one rank's files. blob: the name of a blob of equal content, to share it."""
+    # The header counts: other names for the same bytes are another file. It does not name the rank, so replicas
+    # have equal ones.
+    blob_digest, head_digest = digest(sealed.header + sealed.sums), digest(sealed.head)
     # Named by the digest of the chunk sums, which needs no second pass over the bytes. Eight hex digits
     # suffice for a name: it must differ between the few versions of one rank and step, and the manifest has
     # the complete digest.
-    name = blob or f"{folder_of(step)}/rank-{rank}.{blob_digest[:8]}.bin"
+    name = blob or f"{folder_of(step)}/rank-{rank}.{blob_digest[:8]}.safetensors"
+    head = f"{folder_of(step)}/rank-{rank}.{head_digest[:8]}{HEAD_SUFFIX}"
     return Shard(
         rank,
-        Part(f"{folder_of(step)}/rank-{rank}.{head_digest[:8]}.head", len(head), head_digest),
-        Part(name, blob_bytes, blob_digest),
+        Part(head, len(sealed.head), head_digest),
+        Part(name, sealed.nbytes, blob_digest),
+        len(sealed.header),
     )
 
 
@@ -151,15 +175,151 @@ def _read_manifest(data: bytes) -> tuple[str, bytes, Manifest]:
     return signed.xxh3, raw, _manifests.decode(raw)
 
 
+# ---------------------------------------------------------------- files of safetensors
+
+# https://huggingface.co/docs/safetensors/index#format: eight bytes with the length of the header, the header (JSON,
+# padded with spaces), and the tensors without gaps. The library opens headers of up to 100 MB, which are hundreds of
+# thousands of tensors; Holdfast reads longer ones, too.
+
+ALIGNED_BYTES = 64
+"""The tensors of a file begin at a multiple of it, so that a reader can map them."""
+
+DTYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float64": ("F64", 8),
+}
+"""Torch's dtypes that every version of safetensors has, and their bytes. A library that does not know one dtype refuses
+the whole file, so those that it learned later (C64, F8_E8M0, F4) are written like those that it does not have."""
+_OTHERS = {"complex32": 4, "complex64": 8, "complex128": 16}
+"""The other dtypes of more than one byte."""
+
+
+class FileTensor(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def header_of(tensors: Iterable[FileTensor], **metadata: str) -> bytes:
+    """What comes before the bytes of these tensors, which lie one after the other."""
+    about = {"format": "pt", **metadata}  # transformers refuses a file without a format
+    entries: dict[str, Any] = {"__metadata__": about}
+    at = 0
+    for tensor in tensors:
+        name, number = tensor.name, 1
+        # Pieces of one tensor, as torch.distributed.checkpoint saves them where a rank has several.
+        while name in entries:
+            number += 1
+            name = f"{tensor.name}#{number}"
+        dtype, shape = DTYPES.get(tensor.dtype, ("U8", 1))[0], tensor.shape
+        if tensor.dtype not in DTYPES:
+            about[f"dtype:{name}"] = tensor.dtype
+            shape = (*shape, _OTHERS.get(tensor.dtype, 1))
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + tensor.nbytes)}
+        at += tensor.nbytes
+    text = msgspec.json.encode(entries)
+    text += b" " * (-(8 + len(text)) % ALIGNED_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def seal(index: StateIndex, sums: bytes, head: bytes = b"") -> Sealed:
+    """What is written beside a blob. head: made of the same index and sums, if it is there already."""
+    tensors = (FileTensor(t.path, t.dtype, t.shape, t.nbytes) for t in index.tensors)
+    header = header_of(tensors, step=str(index.step))
+    return Sealed(head or encode_head(index, sums), header, sums, index.nbytes)
+
+
+_SUMS = "holdfast-xxh3"
+
+
+class _Place(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+class _HeadMetadata(msgspec.Struct):
+    index: str = msgspec.field(name="holdfast-index")
+
+
+class _HeadHeader(msgspec.Struct):
+    metadata: _HeadMetadata = msgspec.field(name="__metadata__")
+    sums: _Place = msgspec.field(name=_SUMS)
+
+
+_head_headers = msgspec.json.Decoder(_HeadHeader)
+_indexes = msgspec.json.Decoder(StateIndex)
+
+
 def encode_head(index: StateIndex, sums: bytes) -> bytes:
-    """msgpack."""
-    return msgspec.msgpack.encode(Head(index, sums))
+    """The sums, and the tensors that lie with the plain values. The index is in the metadata (JSON); it has, instead of such a
+    tensor's bytes, where they are among those of the file."""
+    small = [
+        (path, *value)
+        for name, tree in index.tree.items()
+        for path, kind, value in leaves(tree, name)
+        if kind == "b" and value[0] != LARGE
+    ]
+    # The widest first, behind sums of eight bytes, so that each is aligned.
+    order = sorted(range(len(small)), key=lambda n: -DTYPES.get(small[n][1], ("", 1))[1])
+    places, at = [(0, 0)] * len(small), len(sums)
+    for number in order:
+        places[number] = at, at + len(small[number][3])
+        at = places[number][1]
+    remaining = iter(places)
+
+    def leaf(kind: str, value: Any) -> Any:
+        if kind == "b":
+            dtype, shape, data = value
+            return [kind, [dtype, shape, data.decode() if dtype == LARGE else next(remaining)]]
+        if isinstance(value, float) and not math.isfinite(value):
+            return ["float", str(value)]  # JSON knows none of these
+        return [kind, value]
+
+    written = msgspec.structs.replace(
+        index, tree={name: with_leaves(tree, leaf) for name, tree in index.tree.items()}
+    )
+    tensors = [FileTensor(_SUMS, "uint8", (len(sums) // SUM_BYTES, SUM_BYTES), len(sums))]
+    for path, dtype, shape, data in (small[number] for number in order):
+        tensors.append(FileTensor(path, dtype, tuple(shape), len(data)))
+    header = header_of(tensors, **{"holdfast-index": msgspec.json.encode(written).decode()})
+    return b"".join((header, sums, *(small[number][3] for number in order)))
 
 
 def _read_head(data: bytes | memoryview) -> Head:
-    head = _heads.decode(data)
-    checked(head.index)
-    return head
+    with memoryview(data) as view:
+        begin = 8 + int.from_bytes(view[:8], "little")
+        header = _head_headers.decode(view[8:begin])
+        index = checked(_indexes.decode(header.metadata.index), (list, str))
+
+        def cut(place: Sequence[int]) -> bytes:
+            low, high = place
+            if not 0 <= low <= high <= len(view) - begin:
+                raise ValueError(f"bytes {low} to {high} are outside of it")
+            return bytes(view[begin + low : begin + high])
+
+        def leaf(kind: str, value: Any) -> Any:
+            if kind == "b":
+                dtype, shape, place = value
+                return [kind, [dtype, shape, place.encode() if dtype == LARGE else cut(place)]]
+            return ["x", float(value)] if kind == "float" else [kind, value]
+
+        tree = {name: with_leaves(part, leaf) for name, part in index.tree.items()}
+        return Head(msgspec.structs.replace(index, tree=tree), cut(header.sums.data_offsets))
 
 
 def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
@@ -176,14 +336,11 @@ def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
     head = decode(_read_head, data, f"{where} is not the head of a shard", error=StateError, most=HEAD_BYTES)
     # Later code slices `sums` by chunk number without looking at its length. Too few sums would make the
     # slices empty, and an empty slice must not compare equal to anything.
-    if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):
+    if len(head.sums) != SUM_BYTES * -(-head.index.nbytes // CHUNK_BYTES):
         raise StateError(
-            f"{where} contains {len(head.sums) // 8} checksums for {head.index.nbytes} bytes, which do not match"
+            f"{where} contains {len(head.sums) // SUM_BYTES} checksums for {head.index.nbytes} bytes, which do not match"
         )
     return head
-
-
-SUM_BYTES = 8
 
 
 def sums_of(blob: memoryview) -> bytes:

@@ -37,6 +37,7 @@ from holdfast.tensors.loaded import (
 from holdfast.tensors.loaded import load as load_into
 from holdfast.tensors.tree import (
     Placing,
+    by_width,
     dtype_of,
     lay_out,
     no_mesh,
@@ -82,7 +83,8 @@ def flatten(state: Mapping[str, Any], step: int) -> FlatState:
     kept: dict[int, int] = {}
     small: dict[int, list[Any]] = {}
     leaves: list[Leaf] = []
-    for number, (path, tensor) in enumerate(tensors):
+    for number in by_width([tensor for _, tensor in tensors]):
+        path, tensor = tensors[number]
         # Small tensors go with the values for two reasons: a read for each would cost a request to an object
         # store, and random states, which differ between ranks, would make every rank's blob different, so
         # that replicas could not share one.

@@ -32,7 +32,7 @@ from typing import Protocol
 
 import xxhash
 
-from holdfast.checkpoint.layout import CHUNK_BYTES, Head, damaged, decode_head, encode_head, sums_of
+from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Sealed, damaged, decode_head, seal, sums_of
 from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.protocol.machine.processes import rooms
 from holdfast.protocol.snapshots import Key, Part
@@ -65,6 +65,7 @@ class SlotState(enum.IntEnum):
 
 
 _NOTHING = Key(0, 0, 0, 1)
+UNSEALED = Sealed(b"", b"", b"", 0)
 
 
 @dataclass(kw_only=True)
@@ -79,9 +80,8 @@ class PooledSlot:
     state: SlotState = SlotState.FREE
     key: Key = _NOTHING
     blob_bytes: int = 0
-    head: bytes = b""
-    sums: bytes = b""
-    """Of the blob's chunks; empty unless it is sealed."""
+    sealed: Sealed = UNSEALED
+    """What goes with the blob; empty unless it is sealed."""
     users: int = 0
     """Readers. It must not be changed while there is one."""
     run: int = 0
@@ -90,6 +90,16 @@ class PooledSlot:
     """An earlier agent filled it."""
     unused: bool = False
     """Brought in ahead for the first snapshots of its rank, and not filled yet."""
+
+    @property
+    def head(self) -> bytes:
+        """The file of that name."""
+        return self.sealed.head
+
+    @property
+    def sums(self) -> bytes:
+        """Of the blob's chunks."""
+        return self.sealed.sums
 
     @property
     def blob(self) -> memoryview:
@@ -168,9 +178,9 @@ class SlotPool:
                 ) from error
             slot.state, slot.key, slot.blob_bytes = SlotState.WRITING, key, blob_bytes
             slot.run, slot.adopted, slot.unused = self._run, False, False
-            # From here until `_sealed` the slot counts for nothing. A worker that dies in the middle of its
+            # From here until `received` the slot counts for nothing. A worker that dies in the middle of its
             # copy leaves a slot that is WRITING, which no reader and no later agent will take for a snapshot.
-            slot.head = slot.sums = b""
+            slot.sealed = UNSEALED
         if slot.memory is None:
             try:
                 self._bring_in(slot)
@@ -258,13 +268,10 @@ class SlotPool:
             )
         with slot.blob as blob:
             sums = sums_of(blob)
-        self._sealed(slot, encode_head(index, sums), sums)
+        self.received(slot, seal(index, sums))
 
-    def received(self, slot: PooledSlot, head: bytes, sums: bytes) -> None:
-        """The blob came from a peer and was verified against `sums`."""
-        self._sealed(slot, head, sums)
-
-    def _sealed(self, slot: PooledSlot, head: bytes, sums: bytes) -> None:
+    def received(self, slot: PooledSlot, sealed: Sealed) -> None:
+        """The blob came from a peer and was verified."""
         with self._lock:
             # A rollback or an eviction may have taken the slot back while its checksums were computed.
             # Sealing it now would revive a snapshot that the coordinator has forgotten.
@@ -273,13 +280,13 @@ class SlotPool:
             try:
                 with slot.path.open("r+b") as file:
                     file.seek(_head_at(slot.blob_bytes))
-                    file.write(head)
+                    file.write(sealed.head)
             except OSError as error:
                 raise TierError(f"no memory for a snapshot's head: {error.strerror}") from error
             # The head is in the file before the header says SEALED. An agent that is killed in between leaves
             # a slot that the next one gives back; the other order would leave a sealed slot with the head of
             # an earlier snapshot, which only the digest in the header would uncover.
-            slot.head, slot.sums = head, sums
+            slot.sealed = sealed
             slot.state = SlotState.SEALED
             _write_header(slot)
 
@@ -287,7 +294,7 @@ class SlotPool:
         """What the slot holds does not count any more."""
         with self._lock:
             slot.state = SlotState.FREE
-            slot.head = slot.sums = b""
+            slot.sealed = UNSEALED
             _write_header(slot)
 
     # ------------------------------------------------------------ what is held
@@ -709,8 +716,7 @@ def _read_slot(path: Path, ours: int) -> PooledSlot | None:
         state=SlotState.SEALED,
         key=key,
         blob_bytes=blob_bytes,
-        head=data,
-        sums=head.sums,
+        sealed=seal(head.index, head.sums, data),
         run=run,
         adopted=True,
     )

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.checkpoint.layout import Head, damaged, whole_chunks
+from holdfast.checkpoint.layout import Head, damaged, seal, whole_chunks
 from holdfast.checkpoint.memory import PooledSlot, SlotPool
 from holdfast.checkpoint.snapshot_server import SnapshotPeer, peer_of
 from holdfast.checkpoint.tier import Tier
@@ -35,13 +35,14 @@ class BlobSource(Protocol):
 class TierSource:
     """A blob in a durable tier."""
 
-    def __init__(self, tier: Tier, name: str) -> None:
-        self._tier, self._name = tier, name
+    def __init__(self, tier: Tier, name: str, begin: int) -> None:
+        """begin: where in its file the blob begins."""
+        self._tier, self._name, self._begin = tier, name, begin
         self.where = f"{tier.url}/{name}"
 
     def read_into(self, low: int, view: memoryview) -> None:
         """Fills `view` with the blob's bytes from `low` on."""
-        self._tier.read_into(self._name, low, view)
+        self._tier.read_into(self._name, self._begin + low, view)
 
 
 class Blob:
@@ -294,7 +295,7 @@ def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> PooledSlot:
                     blob.fetch_into(low, view)
 
             pull.run(head, take)
-        pool.received(slot, data, head.sums)
+        pool.received(slot, seal(head.index, head.sums, data))
     except BaseException:
         # Also for KeyboardInterrupt and the like: a slot that stayed WRITING would never be reused, and two
         # of them are all that a shard has.

@@ -48,7 +48,7 @@ class Part(msgspec.Struct, frozen=True):
     name: str
     nbytes: int
     xxh3: str
-    """128 bits, hex: of a head's bytes; for a blob, of its chunks' sums."""
+    """128 bits, hex: of a head's bytes; for a blob, of its file's header and its chunks' sums."""
 
 
 # Head and blob are apart, because data-parallel ranks differ only in their heads: the blob, which is nearly all of the
@@ -59,9 +59,16 @@ class Shard(msgspec.Struct, frozen=True):
     rank: int
     head: Part
     """What tells which tensors the blob has, and the values that are no tensors."""
-    blob: Part = msgspec.field(name="row")
-    """The bytes of the rank's tensors. Ranks with equal bytes share one. Manifests and the coordinator's state call it
-    `row`, and go on to."""
+    blob: Part
+    """The bytes of the rank's tensors. They are the last ones of the file, after a header that names them. Ranks with equal
+    bytes and header share one file."""
+    header_bytes: int
+    """Of that header."""
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The two files, and the bytes of each."""
+        return {self.head.name: self.head.nbytes, self.blob.name: self.header_bytes + self.blob.nbytes}
 
 
 # Equality is by content, because a Shard holds its checksums. Two copies are equal if and only if either may

@@ -11,7 +11,7 @@ from holdfast.errors import StateError
 from holdfast.protocol.wire.decoding import decode
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tensor, or one piece of a sharded one, and where its bytes begin."""
 
     path: str
@@ -26,10 +26,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where it begins, in bytes from the beginning of the state."""
     nbytes: int
     """Its size."""
-    # Empty means "not sharded" and not "unknown". Checkpoints from before sharding lack these three fields, and
-    # all their tensors are complete, so the defaults say what is true of them.
-    # The name on disk and on the wire is the one that the first checkpoints have.
-    global_shape: tuple[int, ...] = msgspec.field(default=(), name="whole")
+    global_shape: tuple[int, ...] = ()
     """Shape of the tensor that it is a piece of; empty for a tensor that is not sharded."""
     start: tuple[int, ...] = ()
     """Where in that tensor the piece begins; empty for a tensor that is not sharded."""
@@ -45,7 +42,7 @@ class StateIndex(msgspec.Struct, frozen=True):
     tree: Any
     """Nested [kind, value] pairs, see `holdfast.tensors.tree`."""
     tensors: tuple[TensorSpec, ...]
-    """In the order of their bytes, without gaps."""
+    """In the order of their bytes, without gaps; the widest elements first, so that each begins at a multiple of its own."""
     nbytes: int
     """Of all tensors together."""
 
@@ -66,6 +63,22 @@ def leaves(
         yield from leaves(value[1], path, undivided)
     else:
         yield path, kind, value
+
+
+def with_leaves(tree: Any, leaf: Callable[[str, Any], Any]) -> Any:
+    """The same packed tree with other leaves: leaf(kind, value) gives what is in the place of each."""
+    kind, value = tree
+    match kind:
+        case "d":
+            return [kind, [[key, with_leaves(part, leaf)] for key, part in value]]
+        case "l" | "t":
+            return [kind, [with_leaves(part, leaf) for part in value]]
+        case "w":
+            return [kind, [value[0], [[at, with_leaves(part, leaf)] for at, part in value[1]]]]
+        case "p":
+            return [kind, [value[0], with_leaves(value[1], leaf)]]
+        case _:
+            return leaf(kind, value)
 
 
 LARGE = "int"
@@ -109,8 +122,11 @@ def decode_index(data: bytes | memoryview) -> StateIndex:
     )
 
 
-def checked(index: StateIndex) -> StateIndex:
+def checked(index: StateIndex, data: type | tuple[type, ...] = bytes) -> StateIndex:
     """The same index, if it is one that a state can be made of: those who read it walk its tree without looking.
+
+    Args:
+        data: what stands for the bytes of a small tensor.
 
     Raises:
         ValueError: a tree is none, or too deep; a tensor lies outside of the bytes.
@@ -133,20 +149,20 @@ def checked(index: StateIndex) -> StateIndex:
         kind, value = tree
         if kind == "T" and not (isinstance(value, int) and 0 <= value < len(index.tensors)):
             raise ValueError(f"{path}: there is no tensor {value!r}")
-        if kind == "b" and not _is_small(value):
+        if kind == "b" and not _is_small(value, data):
             raise ValueError(f"{path}: {str(value)[:60]} is not a small tensor")
         if kind in ("d", "l", "t", "w", "p"):
             open_ += [(part, f"{path}.{key}", depth + 1) for key, part in _parts(kind, value, path)]
     return index
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: Any, data: type | tuple[type, ...]) -> bool:
     """Whether it has dtype, shape and bytes."""
     if not isinstance(value, list) or len(value) != 3:
         return False
-    dtype, shape, data = value
+    dtype, shape, there = value
     whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    return isinstance(dtype, str) and whole and isinstance(data, bytes)
+    return isinstance(dtype, str) and whole and isinstance(there, data)
 
 
 def _parts(kind: str, value: Any, path: str) -> list[tuple[Any, Any]]:

@@ -5,7 +5,7 @@ The tree is msgpack or JSON on disk and between workers; nothing in it is pickle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,16 @@ Placing = Callable[[dict[str, Any], torch.Tensor], torch.Tensor]
 """Makes a DTensor of a wrapper that is a shard of it, and of what `wrappers.shard_of` has noted."""
 
 
+def by_width(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Their numbers, in the order in which `lay_out` wants them: the widest elements first."""
+    return sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
+
+
 def lay_out(leaves: Iterable[Leaf]) -> tuple[tuple[TensorSpec, ...], int]:
     """The bytes of tensors one after the other, and how many there are."""
     # Without gaps and in this order: they are written as one stream, checksums go over fixed parts of it,
-    # and a reader finds a tensor by its offset alone.
+    # and a reader finds a tensor by its offset alone. A file of safetensors can have no gaps, and each of its
+    # tensors has to begin at a multiple of its element's size: so the widest are first.
     specs, offset = [], 0
     for leaf in leaves:
         nbytes = leaf.local.numel() * leaf.local.element_size()

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import zeros
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import encode_head, sums_of_buffers
+from holdfast.checkpoint.layout import seal, sums_of_buffers
 from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.located import Located, find_in_archive, find_in_memory
 from holdfast.checkpoint.policy import Retention
@@ -253,9 +253,7 @@ def save(
     archive = Archive(url)
     index = image.index
     sums = sums_of_buffers(image.pieces(0, index.nbytes))
-    shard = archive.save_shard(
-        index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes, seen
-    )
+    shard = archive.save_shard(index.step, 0, seal(index, sums), image.pieces(0, index.nbytes), seen)
     archive.commit(index.step, [shard])
     # Only after the commit, and never the one that was written just now: whatever fails before, the older
     # checkpoint is still there.

@@ -22,9 +22,10 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import loaded, staging
 from holdfast.tensors.dtensor_shards import Submesh, like, local_of, piece_of, place, placed
-from holdfast.tensors.index import StateIndex, TensorSpec
+from holdfast.tensors.index import StateIndex, TensorSpec, with_leaves
 from holdfast.tensors.tree import (
     buffer_of,
+    by_width,
     dtype_of,
     lay_out,
     pack,
@@ -205,6 +206,13 @@ def capture(
         # No copy where the tensor is contiguous, which is nearly always: an image of 100 GB costs its index.
         local = leaf.local.detach().resolve_conj().resolve_neg().contiguous()
         leaves.append(replace(leaf, local=local, placed=placed(tensor)))
+    order = by_width([leaf.local for leaf in leaves])
+    place = {number: at for at, number in enumerate(order)}
+    tree = {
+        name: with_leaves(part, lambda kind, value: [kind, place[value] if kind == "T" else value])
+        for name, part in tree.items()
+    }
+    leaves = [leaves[number] for number in order]
     specs, nbytes = lay_out(leaves)
     return Image(StateIndex(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
 

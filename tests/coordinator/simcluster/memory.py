@@ -28,7 +28,7 @@ def copy_of(key: Key, bits: int) -> Copy:
     """What an agent says of a shard: equal bits have equal sums."""
     head = Part(f"step-{key.step}/rank-{key.rank}.head", 10, f"{bits:x}")
     row = Part(f"step-{key.step}/rank-{key.rank}.row", 1000, f"{bits:x}")
-    return Copy(key, Shard(key.rank, head, row))
+    return Copy(key, Shard(key.rank, head, row, 0))
 
 
 @dataclass(eq=False)

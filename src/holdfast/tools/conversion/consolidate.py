@@ -23,7 +23,7 @@ from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf
-from holdfast.tensors.index import TensorSpec, leaves
+from holdfast.tensors.index import TensorSpec, leaves, with_leaves
 from holdfast.tensors.tree import DismantledTensor, dtype_of, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")
@@ -87,21 +87,17 @@ class Merged:
         def short(name: str) -> str:
             return name.removeprefix(prefix)
 
-        def shortened(tree: Tree) -> Tree:
-            kind, value = tree
-            if kind == "d":
-                return [kind, [[key, shortened(part)] for key, part in value]]
-            if kind == "w":
-                return [kind, [value[0], [[at, shortened(part)] for at, part in value[1]]]]
-            if kind == "p":
-                return [kind, [value[0], shortened(value[1])]]
-            return [kind, [shortened(part) for part in value] if kind in ("l", "t") else short(value)]
-
         return Merged(
             self.located,
             {short(name): replace(whole, name=short(name)) for name, whole in self.tensors.items()},
             {short(name): value for name, value in self.values.items()},
-            [{name: shortened(part) for name, part in tree.items()} for tree in self.trees],
+            [
+                {
+                    name: with_leaves(part, lambda kind, leaf: [kind, short(leaf)])
+                    for name, part in tree.items()
+                }
+                for tree in self.trees
+            ],
         )
 
 
@@ -335,20 +331,7 @@ def _object(located: Located, rank: int, spec: TensorSpec) -> Any:
 
 
 def _shifted(tree: Any, by: int) -> Any:
-    kind, value = tree
-    match kind:
-        case "T":
-            return ["T", value + by]
-        case "d":
-            return ["d", [[k, _shifted(v, by)] for k, v in value]]
-        case "l" | "t":
-            return [kind, [_shifted(v, by) for v in value]]
-        case "w":
-            return [kind, [value[0], [[at, _shifted(v, by)] for at, v in value[1]]]]
-        case "p":
-            return [kind, [value[0], _shifted(value[1], by)]]
-        case _:
-            return tree
+    return with_leaves(tree, lambda kind, value: [kind, value + by if kind == "T" else value])
 
 
 # ---------------------------------------------------------------- tensors

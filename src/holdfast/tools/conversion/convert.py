@@ -37,7 +37,15 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of, sums_of_buffers
+from holdfast.checkpoint.layout import (
+    HEAD_SUFFIX,
+    Sealed,
+    folder_of,
+    parts_of,
+    seal,
+    step_of,
+    sums_of_buffers,
+)
 from holdfast.checkpoint.loading import FlatState, flatten
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.tier import ADVICE, DiskTier, sync_folder
@@ -351,6 +359,13 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
         raise UsageError(
             f"{source} does not exist: pass a safetensors file, a folder of them, or a file written by torch.save"
         )
+    folder = source if source.is_dir() else source.parent
+    # Its files have pieces of tensors, and checksums among them.
+    if step_of(folder.name) is not None and any(folder.glob(f"*{HEAD_SUFFIX}")):
+        raise UsageError(
+            f"{source} is a checkpoint of Holdfast: it is loaded as it is, from the folder around it; to put it "
+            "elsewhere, copy its folder"
+        )
     if source.is_dir() or source.name.endswith((safetensors_io.SUFFIX, safetensors_io.INDEX_SUFFIX)):
         _need_library()
         return _with_values(safetensors_io.read_files(source), source)
@@ -403,15 +418,13 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
         for shard in shards:
             # Ranks with equal bytes share a blob, as in a live job. Only the head differs.
             if shard.blob_name in written:
-                archive.save_head(shard.planned, shard.head)
+                archive.save_head(shard.planned, shard.sealed.head)
                 continue
             archive.save_shard(
                 step,
                 shard.rank,
-                shard.head,
-                shard.sums,
+                shard.sealed,
                 _buffers(shard.flat),
-                shard.flat.index.nbytes,
                 lambda nbytes: seen("writing", nbytes, total),
             )
             written.add(shard.blob_name)
@@ -425,9 +438,7 @@ class _RankShard:
 
     rank: int
     flat: FlatState
-    head: bytes
-    sums: bytes
-    """Of the chunks of its blob."""
+    sealed: Sealed
     planned: Shard
     """The names and digests of its files."""
 
@@ -437,9 +448,9 @@ class _RankShard:
 
 
 def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: Seen) -> list[_RankShard]:
-    """Ranks whose tensors have equal bytes share a blob. Bytes that lie at the same addresses are summed once."""
+    """Ranks whose tensors have equal names and bytes share a blob. Bytes that lie at the same addresses are summed once."""
     sums_at: dict[tuple[tuple[int, int], ...], bytes] = {}
-    blobs: dict[tuple[int, bytes], str] = {}
+    blobs: dict[str, str] = {}
     shards = []
     for rank, state in enumerate(states):
         try:
@@ -453,11 +464,10 @@ def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: 
         # each rank would read a large model as often as it has ranks.
         if addresses not in sums_at:
             sums_at[addresses] = sums_of_buffers(_counted(_buffers(flat), seen))
-        sums, nbytes = sums_at[addresses], flat.index.nbytes
-        head = encode_head(flat.index, sums)
-        planned = parts_of(step, rank, head, sums, nbytes, blobs.get((nbytes, sums), ""))
-        blobs[nbytes, sums] = planned.blob.name
-        shards.append(_RankShard(rank=rank, flat=flat, head=head, sums=sums, planned=planned))
+        sealed = seal(flat.index, sums_at[addresses])
+        blob = parts_of(step, rank, sealed).blob
+        planned = parts_of(step, rank, sealed, blobs.setdefault(blob.xxh3, blob.name))
+        shards.append(_RankShard(rank=rank, flat=flat, sealed=sealed, planned=planned))
     return shards
 
 

@@ -700,4 +700,4 @@ class Cluster:
         self.join(there)
 
 
-_SHARD = Shard(0, Part("head", 1, "0"), Part("row", 1, "0"))
+_SHARD = Shard(0, Part("head", 1, "0"), Part("row", 1, "0"), 0)
