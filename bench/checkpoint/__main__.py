@@ -29,7 +29,7 @@ from bench.recovery.environments import ROOT, Environment, InstallError, create,
 from bench.recovery.systems.base import worker_environment
 
 HERE = Path(__file__).parent
-SECTIONS = ("stall", "first", "slowdown", "transfer", "reshard")
+SECTIONS = ("stall", "first", "slowdown", "transfer", "reshard", "files")
 WIDTH = 100
 STEPS = {"wait": "accelerator's", "compute": "all cores busy"}
 """Whose host a kind of step stands for."""
@@ -286,12 +286,37 @@ def run_reshard(
     return results
 
 
+def run_files(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """With one rank, and with several."""
+    results = []
+    for ranks in (1, chosen.ranks):
+        output, log = scratch / f"files-{ranks}.out", ROOT / "out" / "checkpoint" / "files.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        argv += ["-m", "bench.checkpoint.files", "--mib", str(chosen.mib), "--output", str(output)]
+        argv += ["--repetitions", str(chosen.repetitions), "--folder", str(scratch / "files")]
+        process = processes.spawn(argv, worker_environment(sys.executable), log)
+        deadline = time.monotonic() + chosen.timeout_s
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise Failed(f"not done within {chosen.timeout_s:.0f} s; log {log}")
+            progress(f"files: {ranks} ranks")
+            time.sleep(0.2)
+        if process.returncode:
+            raise Failed(f"ended with {process.returncode}; log {log}")
+        results += [json.loads(x) for x in Path(f"{output}-0").read_text().splitlines()]
+    return results
+
+
 RUN = {
     "stall": run_stall,
     "first": run_first,
     "slowdown": run_slowdown,
     "transfer": run_transfer,
     "reshard": run_reshard,
+    "files": run_files,
 }
 
 
@@ -433,12 +458,38 @@ def show_reshard(lines: list[dict[str, Any]]) -> Shown:
     yield table, "Tensors cut along their first dimension, as FSDP2 cuts them; over all readers."
 
 
+def show_files(lines: list[dict[str, Any]]) -> Shown:
+    columns = ("ranks", "files", "write, s", "of bare", "its CPU", "read, s", "of bare", "its CPU")
+    table = _table("A state as files", columns)
+    by_way: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for x in lines:
+        by_way.setdefault((x["world"], x["way"]), []).append(x)
+    for (world, way), same in by_way.items():
+        cells = []
+        for what in ("write_s", "read_s"):
+            # Of the same repetition, because a disk is faster at one time than at another.
+            bare = by_way[world, "bare"]
+            pairs = list(zip(same, bare, strict=True))
+            ratios = [
+                statistics.median(x[key] / y[key] for x, y in pairs) for key in (what, f"{what[:-2]}_cpu_s")
+            ]
+            cells += [_cell(spread(x[what] for x in same), 2), *(f"{ratio:.2f}" for ratio in ratios)]
+        table.add_row(str(world), way, *cells)
+    yield (
+        table,
+        "Of all ranks together; median (min–max), ratios of the same repetition. Written with fsync, read from the page "
+        "cache into tensors. The first two have checksums, which are verified as they are read; bare files are the "
+        "tensors' bytes without a header. Its CPU: the processor time of rank 0, of that of bare files.",
+    )
+
+
 SHOW = {
     "stall": show_stall,
     "first": show_first,
     "slowdown": show_slowdown,
     "transfer": show_transfer,
     "reshard": show_reshard,
+    "files": show_files,
 }
 
 
