@@ -509,6 +509,7 @@ agent/coordinator_link:CoordinatorLink._beating by CoordinatorLink
 cli/kubernetes:Kubernetes.run by run
     cli/kubernetes:run_on_kubernetes
         cli/kube_plan:plan_submission
+            kubernetes/objects/schema:in_object
         cli/spec:check_text
         cli/kubernetes:_submit
             kubernetes/commands/submission:submit
@@ -523,6 +524,7 @@ kubernetes/client/informer:Informer.run by Api
 kubernetes/tasks/job_task:JobTask._observe by JobTask
     kubernetes/objects/check:check
     kubernetes/objects/check:convert
+        kubernetes/objects/schema:by_fields
     kubernetes/tasks/job_task:JobTask._ask
         kubernetes/tasks/coordinator_link:JobLink.follow
 kubernetes/policy/losses:_vote_s by newest_of
@@ -542,7 +544,7 @@ kubernetes/pods/node:become_agent by read_pod
 protocol/options:Option protocol/options:Declared protocol/job_options:Timing engines/run_options:FailureOptions
 engines/run_options:RunOptions protocol/job:JobSpec engines/coordinator_supervisor:CoordinatorConfig
 engines/coordinator_supervisor:Silence coordinator/kernel/state:CoreState coordinator/kernel/deadlines:Watch
-agent/agent:AgentConfig kubernetes/commands/submission:Submission kubernetes/objects/resource:TimingSpec
+agent/agent:AgentConfig kubernetes/commands/submission:Submission
 kubernetes/objects/resource:HoldfastJobSpec kubernetes/objects/resource:HoldfastJob kubernetes/policy/plan:Observed
 kubernetes/pods/pod:PodPlace
 """,
@@ -551,7 +553,7 @@ kubernetes/pods/pod:PodPlace
         "a line of a job file",
         "a parameter of Typer's",
         "spec.json",
-        "milliseconds in a dict",
+        "a number in a dict, by its name in the object",
         "an object of Kubernetes",
         "a ConfigMap",
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -524,6 +525,9 @@ def network_policy(job: HoldfastJob, setting: PodSetting = DEFAULT) -> Object:
 # ------------------------------------------------------------ for the processes in the pods
 
 
+_SNAPSHOTS = [field.name for field in dataclasses.fields(SnapshotOptions)]
+
+
 def job_spec(job: HoldfastJob) -> JobSpec:
     """`spec.json` of the job."""
     spec = job.spec
@@ -546,7 +550,7 @@ def job_spec(job: HoldfastJob) -> JobSpec:
         cwd=cwd,
         timing=spec.timing,
         saving=Saving(
-            snapshots=msgspec.convert(spec.snapshots, SnapshotOptions, from_attributes=True),
+            snapshots=SnapshotOptions(**{name: getattr(spec.snapshots, name) for name in _SNAPSHOTS}),
             budget_bytes=snapshot_bytes(spec) or 0,
             tiers=spec.checkpoints,
         ),
