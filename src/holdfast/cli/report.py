@@ -71,7 +71,7 @@ def report(
         )
     folder = jobs.existing(job)
     shown = report_of(folder)
-    samples = msgspec.convert(samples_shown(folder, shown.samples_folder), SamplesShown)
+    samples = SamplesShown(**samples_shown(folder, shown.samples_folder))
     shown = msgspec.structs.replace(shown, all_starts=_all_starts(folder), samples=samples)
     if as_csv:
         _write_csv([*_earlier(folder), (_number(folder), shown)])
@@ -132,15 +132,14 @@ def _number(folder: Path) -> int:
 
 def _all_starts(folder: Path) -> AllStarts | None:
     """The goodput over all `holdfast run` of this job; None: there was one."""
-    import msgspec
-
     from holdfast.engines import starts
     from holdfast.protocol.job_report import AllStarts
 
     if not (folder / "runs").exists():
         return None
     with ledger(folder) as store:
-        return msgspec.convert(starts.all_starts(folder, store), AllStarts | None)
+        together = starts.all_starts(folder, store)
+    return None if together is None else AllStarts(**together)
 
 
 def _earlier(folder: Path) -> list[tuple[int, JobReport]]:

@@ -58,7 +58,9 @@ def main() -> int:
         default=0,
         help="of the ledger, at agents: where it is on this machine alone, so that a later term can go on from one",
     )
-    parser.add_argument("--instance", default=secrets.token_hex(8), help="its name, see `protocol.network.endpoint`")
+    parser.add_argument(
+        "--instance", default=secrets.token_hex(8), help="its name, see `protocol.network.endpoint`"
+    )
     parser.add_argument("--lifeline", type=int)
     parser.add_argument(
         "--liveness", type=int, help="a non-blocking pipe that tells the launcher that this process is alive"

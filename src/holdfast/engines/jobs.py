@@ -20,7 +20,7 @@ from holdfast.coordinator.service.store import FIRST
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
-from holdfast.protocol.job_report import JobReport, decode_report
+from holdfast.protocol.job_report import JobReport, reports
 from holdfast.protocol.machine.ownership import refuse_open_to_others
 from holdfast.protocol.wire.stored import START_ANEW, decode_file, read_stored, read_stored_word
 
@@ -140,7 +140,7 @@ def read_report(path: Path, what: str = "", error: type[Exception] = Damaged) ->
         OSError: it cannot be read.
         Damaged: or `error`: it is not the report of a job.
     """
-    return decode_file(decode_report, path, what, error=error)
+    return decode_file(reports.decode, path, what, error=error)
 
 
 class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -171,8 +171,8 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     """None: nobody has looked."""
 
 
-decode_report = msgspec.json.Decoder(JobReport).decode
-"""Of a file."""
+reports = msgspec.json.Decoder(JobReport)
+"""Of files."""
 
 
 def report_announced(

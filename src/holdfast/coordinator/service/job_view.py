@@ -345,7 +345,7 @@ def build_report(
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
     digests, states = _by_shard(state, ended)
     membership = state.membership
-    forgotten = [msgspec.convert(x, IncidentView) for x in told if x["id"] <= state.forgotten]
+    forgotten = [IncidentView(**x) for x in told if x["id"] <= state.forgotten]
     changes = [msgspec.structs.asdict(resize.describe(state, change)) for change in membership.changes]
     return JobReport(
         job=state.spec.name,
