@@ -193,7 +193,7 @@ def read_store(path: Path) -> None:
         store.news(0, 0)
         store.summary()
         store.incidents(1 << 40)
-        store.pages()
+        store.batches()
 
 
 def read_ledger_file(data: bytes) -> None:

@@ -30,7 +30,7 @@ PROMISED_S = 10.0
 SOURCES = [
     "Pressure",
     "Processes",
-    "Memory",
+    "MemorySource",
     "Clock",
     "Pcie",
     "Mounts",

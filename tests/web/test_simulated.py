@@ -156,7 +156,7 @@ def test_a_speed_that_is_none_of_those_is_refused(text: str) -> None:
     async def look(host: SimulatedHost, clock: Clock) -> None:
         with pytest.raises(UsageError, match="speed must be one of 0, 1, 10, 100"):
             host.set_speed(text)
-        assert host.status()["speed"] == 1
+        assert host.facts()["speed"] == 1
 
     with_host(look)
 
@@ -169,7 +169,7 @@ def test_a_job_that_is_over_needs_no_time() -> None:
         for _ in range(20):
             clock.now_s += 10.0
             host.turn()
-        assert host.status()["over"]
+        assert host.facts()["over"]
         assert host.turn() == math.inf
         assert b'"outcome":"stopped"' in (await source.panel("now", {})).body
 
@@ -186,8 +186,8 @@ def test_a_job_that_gave_up_has_another_ledger_when_it_starts_again(home: Path) 
         driving = asyncio.create_task(host.run())
         # 300 s until it gives up for want of nodes, 600 s until it starts again.
         async with asyncio.timeout(20):
-            while not host.status()["restarts"] or host.cluster.core is not host._core:
-                clock.now_s += 0.0 if host.status()["restarts"] else 0.1
+            while not host.facts()["restarts"] or host.cluster.core is not host._core:
+                clock.now_s += 0.0 if host.facts()["restarts"] else 0.1
                 host._changed.set()
                 await asyncio.sleep(0)
         driving.cancel()
