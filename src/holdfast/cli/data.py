@@ -138,7 +138,8 @@ def _check(folders: list[Path], most: int, job: str | None) -> tuple[str, Sample
 
 def _judged(seen: SampleReport, utc: str, places: tuple[str, ...]) -> SamplesChecked:
     from holdfast.protocol import units
-    from holdfast.protocol.verified import EPOCHS_KEPT, EpochSeen, SamplesChecked
+    from holdfast.protocol.job_report import EpochSeen
+    from holdfast.protocol.verified import EPOCHS_KEPT, SamplesChecked
 
     repeated = {epoch: len(ids) for epoch, ids in seen.repeated().items()}
     last = max(seen.epochs, default=0)

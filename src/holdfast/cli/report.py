@@ -59,7 +59,6 @@ def report(
 
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.protocol.job_report import SamplesShown
     from holdfast.protocol.verified import samples_shown
 
     if baseline is not None and curve is None:
@@ -71,7 +70,7 @@ def report(
         )
     folder = jobs.existing(job)
     shown = report_of(folder)
-    samples = SamplesShown(**samples_shown(folder, shown.samples_folder))
+    samples = samples_shown(folder, shown.samples_folder)
     shown = msgspec.structs.replace(shown, all_starts=_all_starts(folder), samples=samples)
     if as_csv:
         _write_csv([*_earlier(folder), (_number(folder), shown)])

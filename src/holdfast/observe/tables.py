@@ -24,13 +24,13 @@ from holdfast.protocol.job_report import (
     FinalState,
     InMemory,
     JobReport,
-    ReportChange,
     ReportSteps,
     ReportWorld,
-    SamplesShown,
+    SamplesAnswer,
     SnapshotCounts,
 )
 from holdfast.protocol.job_view import Goodput, IncidentView, Pace, RootCauseView, SlowRank
+from holdfast.protocol.ledger import Changed
 
 WIDTH = 100
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
@@ -218,7 +218,7 @@ def _kept(memory: InMemory, job: str) -> str:
     return f"{what} is kept for the next start; `holdfast checkpoint free --job {job}` frees the memory"
 
 
-def _samples(samples: SamplesShown) -> str:
+def _samples(samples: SamplesAnswer) -> str:
     """Whether every sample came once, and when somebody looked."""
     word = {True: "", False: "NOT ONCE: ", None: ""}[samples.once]
     when = f" (checked {samples.checked_utc[:19]} UTC)" if samples.checked_utc else ""
@@ -322,7 +322,7 @@ def _durations(incidents: Sequence[IncidentView]) -> Table:
     return table
 
 
-def _changes(changes: Sequence[ReportChange]) -> Table:
+def _changes(changes: Sequence[Changed]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Planned changes", **_TITLED
     )

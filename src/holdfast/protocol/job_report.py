@@ -2,8 +2,8 @@
 
 Unknown is None, and durations are in seconds. All but the job's name and its incidents, without which it is the file of another
 program, has a default, so that a report of another version is read: a field that is new there is ignored, and one that is
-missing is unknown. A part is None where nothing of it is known: the
-command that ran a job makes a report without any, if the job's coordinator could not.
+missing is unknown. A part is None where nothing of it is known: if the job's coordinator could not write a report, the command
+that ran the job makes one without any.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from holdfast.protocol.job_view import (
     StepCounts,
     TimeShares,
 )
+from holdfast.protocol.ledger import Changed
 from holdfast.protocol.wire.decoding import decode
 
 VERSION = 1
@@ -49,22 +50,6 @@ class ReportSteps(StepCounts, frozen=True, kw_only=True):
     median_s: float | None = None
     skipped: int | None = None
     """Those that count without an update."""
-
-
-class ReportChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A planned change of the membership: the fields of `ledger.Changed`."""
-
-    id: int
-    reason: str
-    t_s: float
-    at_step: int
-    from_world: int
-    to_world: int
-    newcomers: int
-    join_s: float | None = None
-    restore_s: float | None = None
-    stall_s: float | None = None
-    incidents: list[int] = []
 
 
 class FinalState(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,18 +98,31 @@ class AllStarts(TimeShares, frozen=True, kw_only=True):
     """`productive_s` over `elapsed_s`."""
 
 
-class SamplesShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether every sample came once, as far as it is known."""
+class EpochSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the samples of one epoch came."""
 
-    once: bool | None
+    epoch: int
+    came: int
+    """Samples that came at least once."""
+    repeated: int
+    """Samples that came more than once."""
+    missing: int
+    """Samples that did not come. In the last epoch these may be those that are still to come."""
+
+
+class SamplesAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether every sample came once, for people, as far as it is known."""
+
+    once: bool | None = None
     """None: not known."""
     why: str
     recorded: str | None = None
-    """The folder of the record, as the workers named it."""
+    """The folder of the record, as the job's workers named it."""
     checked_utc: str | None = None
+    """None: nobody has checked."""
     steps: int | None = None
     samples: int | None = None
-    epochs: list[dict[str, Any]] = []
+    epochs: tuple[EpochSeen, ...] = ()
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +143,8 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] | None = None
     """Rows that were removed from the ledger to save space, by what they were."""
     incidents: list[IncidentView]
-    changes: list[ReportChange] = []
+    changes: list[Changed] = []
+    """Planned changes of the membership."""
     slow: list[SlowRank] = []
     figures: dict[str, Logged] = {}
     """What the script logged, the newest value of each name."""
@@ -167,7 +166,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     """The engine starts it again by itself."""
     all_starts: AllStarts | None = None
     """None: this was the first start, or nobody has added them up."""
-    samples: SamplesShown | None = None
+    samples: SamplesAnswer | None = None
     """None: nobody has looked."""
 
 

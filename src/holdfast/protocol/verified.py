@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from holdfast.errors import Damaged
+from holdfast.protocol.job_report import EpochSeen, SamplesAnswer
 from holdfast.protocol.wire.decoding import decode
 from holdfast.protocol.wire.stored import decode_file
 
@@ -90,18 +90,6 @@ NOTE_BYTES = 1 << 20
 # alone, so a look at a job costs the same however much was recorded.
 
 
-class EpochSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """How often the samples of one epoch came."""
-
-    epoch: int
-    came: int
-    """Samples that came at least once."""
-    repeated: int
-    """Samples that came more than once."""
-    missing: int
-    """Samples that did not come. In the last epoch these may be those that are still to come."""
-
-
 class SamplesChecked(msgspec.Struct, frozen=True, kw_only=True):
     """What a check found."""
 
@@ -130,30 +118,26 @@ def write_checked(job_dir: Path, found: SamplesChecked) -> None:
     part.replace(job_dir / NOTE)
 
 
-def samples_shown(job_dir: Path, recorded: str | None) -> dict[str, Any]:
-    """The answer for people, as far as it is known. recorded: the folder of the record, as the job's workers named it.
-
-    Keys: `once` (None: not known), `why`, `recorded`, `checked_utc`, `steps`, `samples`, `epochs`.
-    """
-    found = _read(job_dir)
-    known: dict[str, Any] = {
-        "recorded": recorded or None,
-        "checked_utc": None,
-        "steps": None,
-        "samples": None,
-        "epochs": [],
-    }
-    if found is not None:
-        kept = msgspec.to_builtins(found)
-        known |= {k: kept[k] for k in ("steps", "samples", "epochs")} | {"checked_utc": found.utc}
-        return {"once": found.once, "why": found.why, **known}
+def samples_shown(job_dir: Path, recorded: str | None) -> SamplesAnswer:
+    """The answer. recorded: the folder of the record, as the job's workers named it."""
+    recorded = recorded or None
+    if (found := _read(job_dir)) is not None:
+        return SamplesAnswer(
+            once=found.once,
+            why=found.why,
+            recorded=recorded,
+            checked_utc=found.utc,
+            steps=found.steps,
+            samples=found.samples,
+            epochs=found.epochs,
+        )
     if recorded:
         why = (
             f"the samples are recorded in {recorded}; `holdfast data samples --job {job_dir.name}` reads them"
         )
     else:
         why = "the job has not reported a record of samples: `run.steps(ledger=FOLDER)` writes one"
-    return {"once": None, "why": f"not checked: {why}", **known}
+    return SamplesAnswer(why=f"not checked: {why}", recorded=recorded)
 
 
 def _read(job_dir: Path) -> SamplesChecked | None:

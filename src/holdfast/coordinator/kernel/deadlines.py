@@ -127,44 +127,41 @@ class Watch:
 # is moved as soon as it is there.
 
 
-def move_times(state: CoreState, now: float, away_s: float) -> None:
+def move_times(state: CoreState, now: float, away_s: float, back_s: float | None = None) -> None:
     """Moves all times by the `away_s` seconds in which the coordinator did not process events. Silence in that time was not the
     others', and earlier decisions may have been sent that late. Whoever has to answer until a time has as much time left as
-    before."""
-    moved = {Moves.SINCE: lambda at_s: min(now, at_s + away_s), Moves.UNTIL: lambda at_s: at_s + away_s}
-    _move(state, moved)
+    before.
+
+    back_s: for a coordinator that replaced another one, when every agent that is alive can have reconnected. Its predecessor may
+    have processed events after its last entry, so times to answer are kept then, and are at least this.
+    """
+
+    def since(at_s: float) -> float:
+        return min(now, at_s + away_s)
+
+    def until(at_s: float) -> float:
+        return at_s + away_s if back_s is None else max(at_s, back_s)
+
+    _move(state, {Moves.SINCE: since, Moves.UNTIL: until})
     for timer, at_s in state.deadlines.at_s.items():
         if timer.awaits:
-            state.deadlines.set(timer, at_s + away_s)
-
-
-def resume_times(state: CoreState, now: float, away_s: float, back_s: float) -> None:
-    """Moves all times as `move_times`, after this coordinator replaced another one. Its predecessor may have processed events
-    after its last entry, so times to answer are kept, but are at least `back_s`.
-
-    away_s: seconds since the last entry. back_s: when every agent that is alive can have reconnected.
-    """
-    _move(
-        state,
-        {Moves.SINCE: lambda at_s: min(now, at_s + away_s), Moves.UNTIL: lambda at_s: max(at_s, back_s)},
-    )
-    for timer in [timer for timer in state.deadlines.at_s if timer.awaits]:
-        state.deadlines.not_before(timer, back_s)
+            state.deadlines.set(timer, until(at_s))
 
 
 def _move(value: Any, moved: dict[Moves, Callable[[float], float]]) -> None:
     kind: Any = type(value)
     for name, how in _parts(kind):
         part = getattr(value, name)
-        if isinstance(part, int | float):
-            setattr(value, name, moved[how](part))
-        elif isinstance(part, msgspec.Struct):
-            _move(part, moved)
-        elif isinstance(part, dict) and how is not None:
-            part.update({key: moved[how](at_s) for key, at_s in part.items()})
-        elif part is not None:
-            for one in part.values() if isinstance(part, dict) else part:
+        if part is None:
+            continue
+        if how is None:
+            inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else [part]
+            for one in inner:
                 _move(one, moved)
+        elif isinstance(part, dict):
+            part.update({key: moved[how](at_s) for key, at_s in part.items()})
+        else:
+            setattr(value, name, moved[how](part))
 
 
 @cache

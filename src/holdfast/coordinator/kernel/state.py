@@ -545,8 +545,8 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     lost_nodes: list[str] = []
     """Nodes whose loss this is, in the order in which they were lost; empty: it is not the loss of a node, or nobody
     knows where the node stood."""
-    lost_at_s: Since = 0.0
-    """When the last of them was lost."""
+    lost_at_s: Since | None = None
+    """When the last of them was lost; None: it is not the loss of a node."""
     place: NodePlace = ()
     """The innermost place that all of them are in."""
     earlier_stalls: int = 0

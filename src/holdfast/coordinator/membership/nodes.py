@@ -15,7 +15,7 @@ from holdfast.coordinator.kernel.context import (
     RefuseAdmission,
     RepeatOrders,
 )
-from holdfast.coordinator.kernel.deadlines import Watched, resume_times
+from holdfast.coordinator.kernel.deadlines import Watched, move_times
 from holdfast.coordinator.kernel.events import Recovered
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, NodePhase, Timer, Worker, WorkerPhase
@@ -43,7 +43,7 @@ def join_place(context: Context, node: Node, workers: list[Worker], cause: cause
     if not node.place or not isinstance(cause, _LOST_WITH_OTHERS):
         return None
     for incident in reversed(context.state.incidents[-incidents.LOOKED_AT :]):
-        if not incident.lost_nodes or not _may_be_shared(incident, incident.cause):
+        if incident.lost_at_s is None or not _may_be_shared(incident, incident.cause):
             continue
         # Nodes behind one switch fall silent at the same moment, and the deadlines of their silence differ by the
         # time between two signs of life; one whose connection closes at once comes earlier by all of it.
@@ -314,7 +314,7 @@ def recovered(context: Context, event: Recovered) -> None:
     back_s = context.now + timing.adopt_s
     # An order that was decided last may never have been sent. So a worker that hears it only now is not judged as one that was
     # told before: `told_to_leave_s` moves, too.
-    resume_times(s, context.now, max(0.0, context.now - event.last_s), back_s)
+    move_times(s, context.now, max(0.0, context.now - event.last_s), back_s)
     for node in s.membership.nodes.values():
         if node.alive:
             # So that each node is lost exactly at `back_s` if it does not come, and not a detection time later.

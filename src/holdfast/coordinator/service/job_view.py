@@ -32,7 +32,6 @@ from holdfast.protocol.job_report import (
     FinalState,
     InMemory,
     JobReport,
-    ReportChange,
     ReportSteps,
     ReportWorld,
     SnapshotCounts,
@@ -346,7 +345,6 @@ def build_report(
     digests, states = _by_shard(state, ended)
     membership = state.membership
     forgotten = [IncidentView(**x) for x in told if x["id"] <= state.forgotten]
-    changes = [msgspec.structs.asdict(resize.describe(state, change)) for change in membership.changes]
     return JobReport(
         job=state.spec.name,
         engine=state.spec.engine,
@@ -367,7 +365,7 @@ def build_report(
         pace=pace_of(state, now),
         dropped=steps.dropped,
         incidents=[*forgotten, *(_incident(state, i) for i in state.incidents)],
-        changes=[ReportChange(**change) for change in changes],
+        changes=[resize.describe(state, change) for change in membership.changes],
         slow=[slow_rank(x) for x in state.health.slow],
         figures=logged(state),
         goodput=goodput_of(state, now),

@@ -264,7 +264,10 @@ class PageSource:
                 return views.checkpoints(timeline, status, there, verified(self._job_dir))
             case "samples":
                 # Only the note of the newest check: the record itself may have gigabytes.
-                return samples_shown(self._job_dir, status["samples_folder"]) | {"step": status["step"]}
+                told: dict[str, Any] = msgspec.to_builtins(
+                    samples_shown(self._job_dir, status["samples_folder"])
+                )
+                return told | {"step": status["step"]}
             case "lines":
                 return views.lines(timeline)
             case _:
