@@ -101,18 +101,18 @@ def report_of(folder: Path) -> JobReport:
 
     from holdfast.coordinator.service.job_view import build_report
     from holdfast.engines import jobs
-    from holdfast.errors import Damaged, UsageError
+    from holdfast.protocol.job_report import reports
+    from holdfast.protocol.wire.stored import read_stored
 
-    path = folder / "report.json"
     try:
         # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is
         # of the newest start, and its figures are final. Without that a resumed job would show how its
         # earlier start had ended.
-        return jobs.read_report(path)
+        return read_stored(
+            folder / "report.json", reports, "remove the file, and the report is computed from the ledger"
+        )
     except FileNotFoundError:
         pass
-    except (OSError, Damaged) as error:
-        raise UsageError(f"{error}: remove the file, and the report is computed from the ledger") from None
     with ledger(folder) as store:
         state = kept_state(store, folder)
         told = store.incidents(state.forgotten)
