@@ -180,6 +180,31 @@ def test_report_draws_the_curve(holdfast, job, tmp_path):
     assert holdfast("report", "--baseline", "second").code == 2
 
 
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        ('{"job": "done", "incidents": []}', "is not the report of a job that has ended: remove the file"),
+        ('{"job": "done"}', "is damaged: Object missing required field `incidents`; remove the file"),
+        (None, "cannot be read (Is a directory): remove the file"),
+    ],
+)
+def test_what_is_no_report_is_named_with_what_to_do(holdfast, job, there, why):
+    path = job / "report.json"
+    path.unlink()
+    if there is None:
+        path.mkdir()
+    else:
+        path.write_text(there)
+    said = holdfast("report", "--job", "done")
+    assert said.code == 2
+    assert f"{path} {why}" in said.err
+    listed = holdfast("ls")
+    assert "unknown" in listed.out
+    assert f"done: {path} {why}" in listed.err
+    path.rmdir() if there is None else path.unlink()
+    assert "finished" in holdfast("report", "--job", "done").out
+
+
 def test_report_of_a_job_that_was_killed(holdfast, home):
     write_job("dead", outcome=None)
     assert "killed" in holdfast("report", "--job", "dead").out

@@ -101,18 +101,23 @@ def report_of(folder: Path) -> JobReport:
 
     from holdfast.coordinator.service.job_view import build_report
     from holdfast.engines import jobs
+    from holdfast.errors import UsageError
     from holdfast.protocol.job_report import reports
     from holdfast.protocol.wire.stored import read_stored
 
+    path, advice = folder / "report.json", "remove the file, and the report is computed from the ledger"
     try:
         # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is
         # of the newest start, and its figures are final. Without that a resumed job would show how its
         # earlier start had ended.
-        return read_stored(
-            folder / "report.json", reports, "remove the file, and the report is computed from the ledger"
-        )
+        written = read_stored(path, reports, advice)
     except FileNotFoundError:
         pass
+    else:
+        # It is written at the end, which has an outcome. Nothing else is required in it that another program's file lacks.
+        if written.outcome is None:
+            raise UsageError(f"{path} is not the report of a job that has ended: {advice}")
+        return written
     with ledger(folder) as store:
         state = kept_state(store, folder)
         told = store.incidents(state.forgotten)
