@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.engines import jobs
 from holdfast.engines.client import FolderReach
-from holdfast.engines.folders import has_token
+from holdfast.engines.folders import has_token, prepare_folder
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.machine.processes import python_module
@@ -84,3 +84,16 @@ def test_an_agent_without_a_specification_says_one_line(folder: Path) -> None:
     assert ran.returncode == 1
     (line,) = ran.stderr.splitlines()
     assert line.startswith(f"holdfast: the agent cannot start: {folder}/spec.json is damaged")
+
+
+def test_a_folder_whose_preparation_was_cut_short_is_prepared_again(folder: Path) -> None:
+    spec = JobSpec(name="llm", script="other.py")
+    (folder / "spec.json").unlink()
+    (folder / "spec.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        prepare_folder(folder, spec, "new", "1")
+    assert not has_token(folder, "new")
+    (folder / "spec.json").rmdir()
+    prepare_folder(folder, spec, "new", "1")
+    assert has_token(folder, "new")
+    assert msgspec.json.decode((folder / "spec.json").read_bytes(), type=JobSpec) == spec

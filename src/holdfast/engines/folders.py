@@ -116,10 +116,11 @@ def prepare_folder(folder: Path, spec: JobSpec, token: str, identity: str) -> No
     if has_token(folder, token):
         return
     jobs.JobFolder(spec.name, here=False).put_away()
-    # As in JobFolder.prepare: nobody else can read it at any moment.
     (folder / "token").unlink(missing_ok=True)
-    with os.fdopen(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(token)
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     (folder / "identity").write_text(identity)
+    # Last, for it says that the rest is there: whoever is killed before this line has prepared nothing. As in
+    # JobFolder.prepare, nobody else can read it at any moment.
+    with os.fdopen(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(token)
     jobs.sweep_memory()
