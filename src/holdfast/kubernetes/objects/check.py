@@ -117,9 +117,10 @@ def _of_rules(part: msgspec.Struct, at: str) -> Iterator[Problem]:
     for one in rules_of(type(part)):
         if not one.holds(part):
             yield Problem(f"{at}.{one.field}".rstrip("."), one.value(part), one.accepted)
-    for field in msgspec.structs.fields(part):
-        if isinstance(below := getattr(part, field.name), msgspec.Struct):
-            yield from _of_rules(below, f"{at}.{field.encode_name}")
+    # Not `msgspec.structs.fields`, which reads every annotation anew: the operator checks a job at each look.
+    for name, shown in zip(part.__struct_fields__, part.__struct_encode_fields__, strict=True):
+        if isinstance(below := getattr(part, name), msgspec.Struct):
+            yield from _of_rules(below, f"{at}.{shown}")
 
 
 def _cadences(spec: HoldfastJobSpec) -> Iterator[Problem]:
@@ -134,9 +135,10 @@ def _cadences(spec: HoldfastJobSpec) -> Iterator[Problem]:
 
 def _health(health: HealthSpec) -> Iterator[Problem]:
     try:
-        parse_share("this", health.blast_radius)
-    except HoldfastError as error:
-        yield Problem("spec.health.blastRadius", health.blast_radius, str(error))
+        parse_share("--blast-radius", health.blast_radius)
+    except HoldfastError:
+        accepted = "a share of the nodes above 0 and up to 100%, for example 25% or 0.25"
+        yield Problem("spec.health.blastRadius", health.blast_radius, accepted)
     if 0 < health.replace_slow < SLOWER:
         accepted = (
             f"0 (only report), or at least {SLOWER:g}, below which a slow rank cannot be told from noise"

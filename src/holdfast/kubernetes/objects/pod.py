@@ -282,7 +282,7 @@ def _out_of_memory_s(containers: Any) -> float | None:
     return None
 
 
-_farewells = msgspec.json.Decoder(TerminationMessage)
+_termination_messages = msgspec.json.Decoder(TerminationMessage)
 
 
 def _termination_message(phase: Any, containers: Any) -> TerminationMessage | None:
@@ -293,7 +293,7 @@ def _termination_message(phase: Any, containers: Any) -> TerminationMessage | No
         ended = one.get("state", {}).get("terminated")
         if ended is not None:
             try:
-                return decode(_farewells.decode, str(ended.get("message", "")), "its last words")
+                return decode(_termination_messages.decode, str(ended.get("message", "")), "its last words")
             except Damaged:
                 continue
     return None
