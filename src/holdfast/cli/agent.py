@@ -37,7 +37,7 @@ def agent(
             "--place",
             metavar="ZONE/RACK",
             help="Location of this node, for example zone-a/rack7.",
-            show_default="the value of HOLDFAST_PLACE",
+            show_default="as the job's --topology says, or else the value of HOLDFAST_NODE_PLACE",
         ),
     ] = "",
     wait: Annotated[

@@ -50,7 +50,7 @@ class Joining:
     node: str
     """Its name in the job."""
     place: NodePlace = ()
-    """Where it stands; empty: what `HOLDFAST_PLACE` says."""
+    """Where it stands; empty: what the job's topology file says, or else `place.PLACE_VARIABLE`."""
     wait_s: float = 300.0
     """How long to wait for a coordinator."""
     shared_machine: bool = False
