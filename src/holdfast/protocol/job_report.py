@@ -1,9 +1,9 @@
 """What a job trained and what failed: `report.json`, and `holdfast report --json`.
 
-Unknown is None, and durations are in seconds. All but the job's name and its incidents, without which it is the file of another
-program, has a default, so that a report of another version is read: a field that is new there is ignored, and one that is
-missing is unknown. A part is None where nothing of it is known: if the job's coordinator could not write a report, the command
-that ran the job makes one without any.
+Unknown is None, and durations are in seconds. All fields have defaults but the job's name and its incidents: a file without them
+is another program's. So a report of another version is read: a field that is new there is ignored, and one that is missing is
+unknown. A part is None where nothing of it is known: if the job's coordinator could not write a report, the command that ran the
+job makes one without any.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ from holdfast.protocol.job_view import (
 )
 from holdfast.protocol.snapshots import DurableTier
 
-SCHEMA = 1
 INCIDENTS_SHOWN = 20
 UNREAD_SHOWN = 8
 OPEN_SHOWN = 8
