@@ -382,6 +382,12 @@ def test_a_value_that_cannot_be_saved_is_named_and_the_next_save_works(to, value
     assert Archive(to).steps() == [6]
 
 
+def test_a_name_that_would_come_back_as_another_is_refused(to):
+    with pytest.raises(UsageError, match="the name 1 in the state is not a string: use '1'"):
+        save({1: torch.nn.Linear(2, 2)}, 5, to=to)
+    assert Archive(to).steps() == []
+
+
 def test_two_tensors_of_one_path_are_refused(to):
     with pytest.raises(UsageError, match=r"two tensors of the state have the same path w\.a\.b"):
         save({"w": {"a": {"b": torch.zeros(LARGE)}, "a.b": torch.ones(LARGE)}}, 5, to=to)

@@ -72,6 +72,9 @@ def flatten(state: Mapping[str, Any], step: int) -> FlatState:
     tensors: list[tuple[str, torch.Tensor]] = []
     tree = {}
     for name, value in state.items():
+        # The index of a head is JSON, whose names are strings: 1 would come back as "1".
+        if not isinstance(name, str):
+            raise UsageError(f"the name {name!r} in the state is not a string: use {str(name)!r}")
         part = plain(value)
         check_restorable(name, value, part)
         tree[name] = pack(part, name, tensors)
