@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -557,9 +558,14 @@ def test_files_without_an_index(tmp_path):
     refused(tmp_path / "in", tmp_path, "b is in two files")
 
 
-def test_a_checkpoint_is_no_file_of_another_program(tmp_path):
+def test_a_checkpoint_is_no_file_of_another_program(tmp_path, monkeypatch):
     save_states(Archive(str(tmp_path / "tier")), 4, [one_state()])
-    refused(tmp_path / "tier/step-4", tmp_path, "step-4 is a checkpoint of Holdfast: it is loaded as it is")
+    folder = tmp_path / "tier/step-4"
+    for source in (folder, *folder.iterdir()):
+        refused(source, tmp_path, f"{source.name} is a checkpoint of Holdfast: it is loaded as it is")
+    refused(tmp_path / "tier", tmp_path, "tier contains checkpoints of Holdfast: they are loaded from there")
+    monkeypatch.chdir(folder.rename(tmp_path / "copied"))
+    refused(Path(), tmp_path, r"\. is a checkpoint of Holdfast")
 
 
 def test_views_and_tied_tensors_of_torch(archive, tmp_path):

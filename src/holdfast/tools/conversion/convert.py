@@ -39,6 +39,7 @@ import torch
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import (
     HEAD_SUFFIX,
+    MANIFEST,
     Sealed,
     folder_of,
     parts_of,
@@ -359,12 +360,16 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
         raise UsageError(
             f"{source} does not exist: pass a safetensors file, a folder of them, or a file written by torch.save"
         )
-    folder = source if source.is_dir() else source.parent
     # Its files have pieces of tensors, and checksums among them.
-    if step_of(folder.name) is not None and any(folder.glob(f"*{HEAD_SUFFIX}")):
+    if _is_checkpoint(source if source.is_dir() else source.parent):
         raise UsageError(
             f"{source} is a checkpoint of Holdfast: it is loaded as it is, from the folder around it; to put it "
             "elsewhere, copy its folder"
+        )
+    if source.is_dir() and any(map(_is_checkpoint, source.glob("step-*"))):
+        raise UsageError(
+            f"{source} contains checkpoints of Holdfast: they are loaded from there as they are; to put one elsewhere, "
+            "copy its folder"
         )
     if source.is_dir() or source.name.endswith((safetensors_io.SUFFIX, safetensors_io.INDEX_SUFFIX)):
         _need_library()
@@ -386,6 +391,11 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
             "from 0 on: rename them"
         )
     return [state[f"rank-{n}"] for n in range(len(ranks))]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    # Not by its name: "." has none, and a copy another.
+    return (folder / MANIFEST).is_file() and any(folder.glob(f"*{HEAD_SUFFIX}"))
 
 
 def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = unseen) -> tuple[int, int]:
