@@ -110,6 +110,32 @@ def test_a_head_whose_figures_do_not_fit(archive):
         decode_head(data, part, "it")
 
 
+def test_a_manifest_with_a_header_of_less_than_nothing(archive):
+    manifest = save(archive, 3, world=1)
+    shard = msgspec.structs.replace(manifest.shards[0], header_bytes=-1)
+    archive.tier.publish(NAME, encode_manifest(msgspec.structs.replace(manifest, shards=(shard,))))
+    with pytest.raises(StateError, match=r"is not the manifest .*>= 0.*header_bytes"):
+        archive.verify(3)
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        (["l", [["b", ["uint8", [8], [0, 8]]]]], "bytes 0 to 8 are of two tensors"),
+        (["b", ["uint8", [1], [8, 9]]], "bytes 8 to 9 are outside of it"),
+        (["b", ["uint8", [1], [-1, 0]]], "bytes -1 to 0 are outside of it"),
+        (["float", "0" * 999], "0{60} is not inf, -inf or nan"),
+        (["float", []], r"\[\] is not inf, -inf or nan"),
+    ],
+)
+def test_a_head_with_values_that_nobody_wrote(tree, why):
+    text = msgspec.json.encode(StateIndex(1, {"a": tree}, (), 0)).decode()
+    sums = FileTensor("holdfast-xxh3", "uint8", (1, 8), 8)
+    head = header_of([sums], **{"holdfast-index": text}) + b"12345678"
+    with pytest.raises(StateError, match=f"x is not the head of a shard: {why}$"):
+        decode_head(head, Part("x", len(head), digest(head)), "x")
+
+
 def test_heads_of_equal_blobs_share_one(archive):
     data = blob_of(3, 0)
     first = archive.save_shard(3, 0, sealed(3, data), in_buffers(data))

@@ -201,7 +201,7 @@ DTYPES = {
     "uint64": ("U64", 8),
     "float64": ("F64", 8),
 }
-"""Torch's dtypes that every version of safetensors has, and their bytes. A library that does not know one dtype refuses
+"""Torch's dtypes that safetensors has in 0.4.1 and later, and their bytes. A library that does not know one dtype refuses
 the whole file, so those that it learned later (C64, F8_E8M0, F4) are written like those that it does not have."""
 _OTHERS = {"complex32": 4, "complex64": 8, "complex128": 16}
 """The other dtypes of more than one byte."""
@@ -220,13 +220,14 @@ def header_of(tensors: Iterable[FileTensor], **metadata: str) -> bytes:
     """What comes before the bytes of these tensors, which lie one after the other."""
     about = {"format": "pt", **metadata}  # transformers refuses a file without a format
     entries: dict[str, Any] = {"__metadata__": about}
+    numbers: dict[str, int] = {}
     at = 0
     for tensor in tensors:
-        name, number = tensor.name, 1
+        name = tensor.name
         # Pieces of one tensor, as torch.distributed.checkpoint saves them where a rank has several.
         while name in entries:
-            number += 1
-            name = f"{tensor.name}#{number}"
+            numbers[tensor.name] = numbers.get(tensor.name, 1) + 1
+            name = f"{tensor.name}#{numbers[tensor.name]}"
         dtype, shape = DTYPES.get(tensor.dtype, ("U8", 1))[0], tensor.shape
         if tensor.dtype not in DTYPES:
             about[f"dtype:{name}"] = tensor.dtype
@@ -303,20 +304,30 @@ def encode_head(index: StateIndex, sums: bytes) -> bytes:
 def _read_head(data: bytes | memoryview) -> Head:
     with memoryview(data) as view:
         begin = 8 + int.from_bytes(view[:8], "little")
+        left = len(view) - begin
         header = _head_headers.decode(view[8:begin])
         index = checked(_indexes.decode(header.metadata.index), (list, str))
 
         def cut(place: Sequence[int]) -> bytes:
+            nonlocal left
             low, high = place
             if not 0 <= low <= high <= len(view) - begin:
                 raise ValueError(f"bytes {low} to {high} are outside of it")
+            # Each byte is copied once. A small file whose tensors all name the same bytes could fill the memory.
+            left -= high - low
+            if left < 0:
+                raise ValueError(f"bytes {low} to {high} are of two tensors")
             return bytes(view[begin + low : begin + high])
 
         def leaf(kind: str, value: Any) -> Any:
             if kind == "b":
                 dtype, shape, place = value
                 return [kind, [dtype, shape, place.encode() if dtype == LARGE else cut(place)]]
-            return ["x", float(value)] if kind == "float" else [kind, value]
+            if kind != "float":
+                return [kind, value]
+            if value not in ("inf", "-inf", "nan"):
+                raise ValueError(f"{str(value)[:60]} is not inf, -inf or nan")
+            return ["x", float(value)]
 
         tree = {name: with_leaves(part, leaf) for name, part in index.tree.items()}
         return Head(msgspec.structs.replace(index, tree=tree), cut(header.sums.data_offsets))

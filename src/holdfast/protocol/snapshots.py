@@ -62,7 +62,7 @@ class Shard(msgspec.Struct, frozen=True):
     blob: Part
     """The bytes of the rank's tensors. They are the last ones of the file, after a header that names them. Ranks with equal
     bytes and header share one file."""
-    header_bytes: int
+    header_bytes: Annotated[int, msgspec.Meta(ge=0)]
     """Of that header."""
 
     @property
