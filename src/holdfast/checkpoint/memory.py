@@ -271,7 +271,7 @@ class SlotPool:
         self.received(slot, seal(index, sums))
 
     def received(self, slot: PooledSlot, sealed: Sealed) -> None:
-        """The blob came from a peer and was verified."""
+        """The blob is complete and verified: it counts from now on."""
         with self._lock:
             # A rollback or an eviction may have taken the slot back while its checksums were computed.
             # Sealing it now would revive a snapshot that the coordinator has forgotten.

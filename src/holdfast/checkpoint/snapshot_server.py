@@ -4,7 +4,7 @@ Plain HTTP, straight out of the shared memory, for those who prove that they kno
 too, see `protocol.network.proof`. `curl` can read it with the token itself:
 
     GET /snapshots                                            what is held here, JSON
-    GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/head            safetensors, see `layout.encode_head`
     GET /snapshots/STEP/GENERATION/RANK/WORLD/blob  Range: ... bytes
     GET /snapshots/STEP/GENERATION/RANK/WORLD/hold            the slot's file; it stays as it is until you close
 
