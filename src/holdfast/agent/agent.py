@@ -69,7 +69,8 @@ class AgentConfig:
     shared_machine: bool = False
     """Whether other nodes are on this machine too."""
     ready_port: int | None = None
-    """Where whoever started this agent learns that it has joined: see `agent.ready`. None: nobody asks."""
+    """The port at which whoever started this agent may ask whether it has joined, see `protocol.network.endpoint.Hearing`. None:
+    nobody asks."""
     coordinator_is_late: bool = False
     """Its first coordinator may take as long to come as a node for which the job waits."""
     lookup: Lookup | None = None

@@ -47,7 +47,7 @@ class Cadence(msgspec.Struct, frozen=True):
 
         Args:
             since_s: seconds since the last one was saved (or the run began).
-            interval_s: what `auto` has come to, see `plan.formulas.daly_interval_s`.
+            interval_s: what `auto` has come to, see `formulas.daly_interval_s`.
         """
         if self.auto:
             return since_s >= interval_s

@@ -218,7 +218,7 @@ class CoordinatorSupervisor:
         """Waits until the job is over, or this process is not to keep it any more: see `hand_over` and `end_now`.
 
         Raises:
-            Superseded: another coordinator runs the job.
+            LauncherSuperseded: another coordinator runs the job.
             HoldfastError: it ends by itself again and again.
         """
         failures = 0

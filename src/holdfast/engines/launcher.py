@@ -102,7 +102,7 @@ class Launcher(ABC):
         Raises:
             UsageError: the port cannot be had; nothing was started or changed.
             HoldfastError: the coordinator cannot be kept running.
-            Superseded: another launcher took over.
+            LauncherSuperseded: another launcher took over.
         """
         try:
             # First, because a port that is in use is the user's mistake and nothing has been started yet.

@@ -6,7 +6,7 @@ import re
 
 COORDINATOR_PORT = 7077
 AGENT_PORT = 7079
-"""Of an agent. Its port is open once it has joined, and it says there whether it hears its coordinator: `protocol.hearing`."""
+"""Of an agent. Its port is open once it has joined, and it says there whether it hears its coordinator: `protocol.network.endpoint`."""
 
 CONFIG_FOLDER = "/etc/holdfast"
 """Has `token` from the job's Secret and `spec.json` from its ConfigMap, readable by the pod's group alone."""

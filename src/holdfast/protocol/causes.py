@@ -105,7 +105,7 @@ class PlaceLost(_Cause, frozen=True):
     KIND = CauseKind.NODE
 
     place: str
-    """The innermost one that all of them are in, as `protocol.node_place` writes it."""
+    """The innermost one that all of them are in, as `protocol.place` writes it."""
     lost: int
     """Nodes of it that were lost."""
     nodes: int

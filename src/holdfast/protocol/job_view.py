@@ -27,14 +27,14 @@ WHOLE, CHANGED = "status", "status-changed"
 LEDGER_KEPT = "kept"
 """What a watcher says who asked for the ledger at the end, and has written it down."""
 COMMON = -1
-"""`WorkerView.step` of a row that was sent without one: it is `ViewChange.common`."""
+"""`WorkerRow.step` of a row that was sent without one: it is `ViewChange.common`."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the job makes progress, by wall time."""
 
     steps_per_s: float | None = None
-    """Steps that stayed, see `pace.steps_per_s`."""
+    """Steps that stayed, see `wall_time.steps_per_s`."""
     until: int | None = None
     """Committed steps of the whole job."""
     left: int | None = None
@@ -197,7 +197,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None
     """None: it is no member."""
     state: str
-    """A `coordinator.kernel.phases.WorkerPhase`, or `restoring`."""
+    """A `coordinator.kernel.state.WorkerPhase`, or `restoring`."""
     restored: tuple[int, int] | None
     """Of one that fetches the state: bytes that it has, and of how many."""
     step: int | None = COMMON

@@ -833,7 +833,7 @@ class NodeJoined(LedgerEvent, frozen=True, kw_only=True):
     slots: int
     """Workers that it can run."""
     place: str | None = None
-    """Where it stands, as `protocol.node_place` writes it; None: not known."""
+    """Where it stands, as `protocol.place` writes it; None: not known."""
 
     def sentence(self) -> str:
         where = f" in {self.place}" if self.place else ""

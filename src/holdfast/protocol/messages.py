@@ -1014,7 +1014,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     summing: tuple[Key, ...] = ()
     """As in Exited, of all its workers."""
     kernel: str = ""
-    """Where `pid` is a process, as `protocol.processes` says; empty: that cannot be told."""
+    """Where `pid` is a process, as `protocol.machine.processes` says; empty: that cannot be told."""
     term: int = 0
     """The latest term of a coordinator that it has spoken with."""
     ledger: LedgerMark | None = None

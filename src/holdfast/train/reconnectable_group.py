@@ -416,7 +416,7 @@ class ReplicaGroups:
         return -1
 
     def _takes_part(self, name: str) -> bool:
-        """Whether calls of this name are also this worker's, see `ReconnectableGroup.name_of`."""
+        """Whether calls of this name are also this worker's, see `ReconnectableGroup._name_of`."""
         label, _, ends = name.partition(BETWEEN)
         ranks = [group.rank() for group in self._groups if group.label == label]
         return bool(ranks) and (not ends or str(ranks[0]) in ends.split(">"))

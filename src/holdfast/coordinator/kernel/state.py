@@ -978,7 +978,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     counted: Counted = msgspec.field(default_factory=Counted)
     wall: TimeAccount = msgspec.field(default_factory=TimeAccount)
     pace: list[tuple[At, int]] = []
-    """When the job stood at which position, oldest first: what its rate is counted from. Written by `pace`."""
+    """When the job stood at which position, oldest first: what its rate is counted from. Written by `wall_time`."""
     lost_steps: int = 0
     """Steps that were committed and had to be done again, at level 2."""
     last_step: int | None = None

@@ -109,7 +109,7 @@ class Gathering:
         """Whether there is a ledger in the job's folder now. listener: stays open.
 
         Raises:
-            Superseded: the job is another coordinator's.
+            CoordinatorSuperseded: the job is another coordinator's.
         """
         app = web.Application(middlewares=[authorized(self._token, self._where)])
         app.on_response_prepare.append(give_proof)

@@ -337,7 +337,7 @@ class Routes:
         return _json({"node": node})
 
     async def _engine(self, request: web.Request) -> web.StreamResponse:
-        """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
+        """Takes what the engine knows of capacity: an `Availability`, as JSON."""
         try:
             event = decode(_engine_says.decode, await request.read(), "the body must be an Availability")
         except Damaged as error:

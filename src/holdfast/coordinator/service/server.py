@@ -2,7 +2,7 @@
 actions into messages, entries of the ledger and announcements. It decides nothing.
 
 Agents come in by `agents`, people and engines by `routes`; both give their events to the `decision_loop`, which feeds the
-core, and sends what it decided by `agent_lines` and `watchers`.
+core, and sends what it decided by `queues` and `watchers`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class TerminationMessage(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """Of the last commit; None: it does not say, as coordinators of earlier versions."""
     checkpoint: str | None = None
-    """The newest durable one, as in `Said`."""
+    """The newest durable one, as in `CoordinatorReport`."""
 
 
 class PodSeen(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ class CoordinatorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     term: int
     phase: str
-    """A `coordinator.kernel.phases.JobPhase`."""
+    """A `coordinator.kernel.state.JobPhase`."""
     wanted: int
     """Nodes altogether, spares included."""
     orders: tuple[EngineOrder, ...] = ()

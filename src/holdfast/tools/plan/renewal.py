@@ -1,6 +1,6 @@
 """The run as a renewal process, in thousands of trials at once: the spread of the expected figures.
 
-The same model as `plan.formulas`, so that their means agree, and three things that have no closed form: recovery times
+The same model as `holdfast.formulas`, so that their means agree, and three things that have no closed form: recovery times
 of several kinds, ageing or ever healthier hardware (Weibull), and percentiles. All trials go from failure to failure
 together, so a trial costs as much as it has failures. numpy is imported when it is needed.
 """
@@ -107,7 +107,7 @@ def _run(np: Any, p: Process, trials: int, rng: Any) -> tuple[NDArray[Any], NDAr
         gap = _gaps(rng, len(active), scale, p.shape)
         left, wait = todo[active], ready[active]
         # A failure may strike during recovery as well. Then `gap < wait`, nothing was trained, and recovery starts again:
-        # as `plan.formulas.run_time_s` has it, against which a test compares the means.
+        # as `formulas.run_time_s` has it, against which a test compares the means.
         need = wait + (left - 1) * segment_s + last_s
         done = gap >= need
         wall[active] += np.minimum(gap, need)

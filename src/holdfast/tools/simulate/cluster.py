@@ -5,7 +5,7 @@ are shortened, none of which the core can see. Steps are skipped over: progress 
 stand for themselves: a node that lives was seen just now. One worker stands for a node, since what takes a node takes all
 its workers, and a worker that fails holds up its node's others. And one node of the core's stands for all those to which
 nothing happens for a while, since they would say the same at the same moments: to the core a node is a name, and which
-machine is behind a member's name is settled shortly before something happens to it (`_bind`).
+machine is behind a member's name is settled shortly before something happens to it (`names.bind`).
 """
 
 from __future__ import annotations

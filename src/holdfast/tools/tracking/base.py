@@ -63,7 +63,7 @@ class OpenIncidents(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, int] = {}
     """Node to its newest incident."""
     start: dict[str, float] = {}
-    """When what came first in this start, see `other_spans.hear`."""
+    """When what came first in this start, see `otlp.hear`."""
 
 
 class PositionFile(msgspec.Struct, frozen=True, kw_only=True):
