@@ -309,13 +309,13 @@ class GlooGroup:
                 raise CollectiveFault(first_line(error)) from error
 
     def until(self, done: Callable[[], bool]) -> bool:
-        """Waits until another thread calls `tell`. False: `abort` was called first."""
+        """Waits until `done()`, which is asked again after each `tell`, from another thread. False: `abort` came first."""
         with self._news:
             self._news.wait_for(lambda: self._aborted or done())
             return done()
 
     def tell(self) -> None:
-        """Ends the wait of `until`."""
+        """Has `until` ask again: what another thread waits for may have come."""
         with self._news:
             self._news.notify_all()
 

@@ -1,7 +1,7 @@
 """State from GPU to GPU: a stripe goes out of a donor's live tensors into a newcomer's, past both hosts' memory.
 
 The newcomer asks a donor for its stripe over HTTP as ever (`peer_transfer`), at another path. The answer turns the connection into
-a *line*, over which the two build a process group of their own, and then say what each chunk's bytes add up to. Both copy on a
+a *line* (`TransferStore`), over which the two build a process group of their own, and then say what each chunk's bytes add up to. Both copy on a
 stream of their own, so the donor's next forward pass goes on. When the line closes, whoever closed it, the group is aborted:
 a pair fails alone and at once, and what it had not brought comes over HTTP.
 
@@ -88,7 +88,7 @@ def possible(image: Image) -> bool:
 
 
 class TransferStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
-    """The connection between a donor and a newcomer: the store of their group, then the sums of what moved."""
+    """The line between a donor and a newcomer: the store of their group, then the sums of what moved."""
 
     def __init__(self, sock: socket.socket, closed: Callable[[], None]) -> None:
         """closed: called when there is nobody at the other end any more."""

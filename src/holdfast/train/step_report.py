@@ -162,7 +162,7 @@ def mean_without_longest(values: tuple[float, ...]) -> float:
 
 
 class PhaseReport:
-    """Writes phases and signs of life onto the progress record, and lets injected faults strike where they are due.
+    """Writes phases and signs of life onto the progress record, and lets injected faults fire where they are due.
 
     Attributes:
         timer: where the time of a step goes.

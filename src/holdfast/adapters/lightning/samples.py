@@ -108,7 +108,7 @@ class EpochPlan:
         return first + more, within
 
     def slot(self, step: int, micro: int) -> LoopPosition:
-        """Of a step's micro-batch."""
+        """Where a micro-batch of a step is in Lightning's loops."""
         epoch, within = self.epoch_of(step)
         accumulate = self.accumulated(epoch)
         rank, number = divmod(micro, self.most)

@@ -26,8 +26,8 @@ DAY_S = 86_400.0
 LADDER = (Remedy.RESTART_WORKER, Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
 
 TRIES = {Remedy.RESTART_WORKER: 2, Remedy.RESET_DEVICE: 1, Remedy.REBOOT: 2}
-"""So often within `TRIES_WINDOW_S` a remedy is tried for one cause on one device; the next time it is the one above. An
-error that asks for a reboot after two reboots is the hardware's (gpud: the same numbers)."""
+"""How often a remedy is tried within `TRIES_WINDOW_S` for one cause on one device, before the next stronger one is. An error
+that asks for a reboot after two reboots is the hardware's (gpud: the same numbers)."""
 
 TRIES_WINDOW_S = 3 * DAY_S
 

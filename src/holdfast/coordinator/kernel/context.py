@@ -404,7 +404,7 @@ class StopJob(Request[None]):
     outcome: str
     """"stopped" or "failed"."""
     root_cause: RootCause | None = None
-    """Who or what is at fault, if nobody is named yet; None: nobody."""
+    """Of the end, if none is known yet; None: there is none."""
     cause: NoticeCause | None = None
     """Why, for programs; None: `failure` or `stop`, as the outcome is."""
 

@@ -397,7 +397,7 @@ def decided(state: CoreState, now: float, rung: str) -> list[int]:
 
 
 def decided_by_itself(incident: Incident, now: float) -> None:
-    """Marks incidents decided for which nothing had to be decided, because training went on."""
+    """Marks an incident as decided, for which nothing had to be decided because training went on."""
     incident.decided_at_s = now
 
 

@@ -79,7 +79,7 @@ class Timer(StrEnum):
 
     @property
     def awaits(self) -> bool:
-        """Somebody else has time up to then. The others hold back what this coordinator does itself."""
+        """Whether somebody else has to do something by then. Other timers hold back what this coordinator does itself."""
         return self in (Timer.LEAVE, Timer.STOP, Timer.INSPECT, Timer.WAIT, Timer.FORM)
 
 
@@ -654,7 +654,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     used: list[int] = []
     """Slots that had a worker already."""
     failed_starts: int = 0
-    """Start attempts in a row of which a worker died before it was ready."""
+    """Start attempts in a row in which a worker died before it was ready."""
     start_failed_at_s: At = 0.0
     """When the last of them was counted: a worker that was started before belongs to that attempt."""
     fenced: bool = False
@@ -1007,7 +1007,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     asked_at_s: Since = 0.0
     """When the engine was last asked for a node."""
     bad_starts: int = 0
-    """Volleys of workers in a row that died before they were ready."""
+    """Start attempts of the job in a row in which a worker died before it was ready."""
     bad_start_at_s: At = 0.0
     master_uses: int = 0
     """Starts at level 0: each uses another of the first node's ports."""
@@ -1029,7 +1029,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Why the newest generation broke, until an incident explains it."""
     broke_at_s: At = 0.0
     told_to_leave_s: Since = 0.0
-    """As `broke_at_s`: since when its members could have left."""
+    """As `broke_at_s`, but moved by time in which no events were processed: since when its members could have left."""
     fruitless: int = 0
     """Generations in a row that broke without a commit and without anyone to blame."""
     stops: dict[str, Stop] = {}

@@ -35,7 +35,7 @@ KEPT = 512
 """Failures that are remembered for telling the script's faults from the machine's."""
 
 MOST_FAILED_STARTS = 3
-"""A node is given up after so many start attempts in a row of which a worker did not get ready."""
+"""Start attempts in a row in which a worker did not get ready, after which their node is given up."""
 
 # ---------------------------------------------------------------- user code raised
 
@@ -113,7 +113,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     if message.own:
         context.request(NoteNonFinite(worker, message))
     # The ladder: the same worker tries again, then a fresh worker does, and when the same error came in both
-    # at the same step, it is the script's. Each rung costs little, and the last one is reached in seconds.
+    # at the same step, it is the script's. Each attempt costs little, and the last one is reached in seconds.
     verdict = script_fault(membership.failures)
     if verdict is not None:
         # The generation ends before the stop is asked for: its members must park with their state, so that

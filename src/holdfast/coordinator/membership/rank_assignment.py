@@ -70,8 +70,8 @@ def pick(
     vacant: Iterable[Path],
     beside: Iterable[Path],
 ) -> list[str]:
-    """So many of the newcomers: the better tiers first, and of a tier those that stand nearest to the vacancies that are free.
-    With no such vacancy left, those that make the job stand in few places.
+    """So many of the newcomers: the better tiers first, and of a tier those that stand nearest to a vacancy. With no
+    vacancy left, those that make the job stand in few places.
 
     Args:
         newcomers: in the order of their tiers.
@@ -118,7 +118,7 @@ def match(vacant: Mapping[S, Path], workers: Sequence[str], paths: Mapping[str, 
         if not left or not waiting:
             break
         standing: dict[Path, list[str]] = {}
-        # Reversed, because the last is popped: of those that stand equally near the first in order gets the seat. At
+        # Reversed, because the last is popped: of those that stand equally near the first in order gets the vacancy. At
         # depth 0 all share the empty place, so no vacancy is left while a worker is left.
         for worker in reversed(waiting):
             if len(paths[worker]) >= depth:

@@ -179,8 +179,8 @@ class AgentConnections:
         if before.session != hello.session:
             self._checks.lost(line.node)
             before.put_nowait(encode(m.Shutdown("a newer agent of this node took its place")))
-        # The last words are sent first, then the connection is closed; a transport that does not take them is
-        # aborted after the last message.
+        # The last message is sent first, then the connection is closed; a transport that does not take it in time is
+        # aborted.
         before.put_nowait(None)
         if before.transport is not None:
             asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
