@@ -404,12 +404,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 # ---------------------------------------------------------------- liveness
-# Whether a coordinator is stopped or hangs: its loop writes into a pipe, and its launcher counts the silence.
-#
-# Nothing healthy may be ended for the slowness of anybody, so silence is counted in looks of our own, each of which counts
-# for the time between two looks at most. A launcher that was itself stopped, or came late, finds one silent look. And only
-# that time counts in which the coordinator could have spoken: not what it spends waiting for a disk, which it would do
-# after a restart, too, and of a wait for the processor only what it got of it.
 
 
 class Look(NamedTuple):

@@ -117,17 +117,6 @@ _KINDS = frozenset(
 
 
 # ---------------------------------------------------------------- availability
-# What an engine tells a job about capacity: the whole interface by which Slurm, Kubernetes, a spot market or a person makes
-# it grow and shrink. Posted as JSON to the coordinator's `/engine`, with the job's token:
-#
-#     {"type": "node-going", "node": "node3", "within_s": 120, "reason": "spot interruption"}
-#     {"type": "node-taken", "node": "node3", "reason": "Slurm gave it to another job"}
-#     {"type": "node-out-of-memory", "node": "node3", "limit_bytes": 8589934592, "age_s": 2.5}
-#     {"type": "capacity", "nodes": 2, "within_s": 30, "reason": "preempted by job 17, priority 100"}
-#     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
-#     {"type": "order-done", "order_id": 7}
-#     {"type": "job-going", "within_s": 240, "reason": "the time limit", "cause": "time-limit"}
-#     {"type": "engine-traits", "watches_boots": true, "keeps_nodes": false, "nodes_are_machines": true}
 
 
 class NodeAvailable(msgspec.Struct, frozen=True, tag="node-available"):

@@ -185,9 +185,6 @@ _WORD = 128
 
 
 # ---------------------------------------------------------------- collectives
-# Level 0 and 1: where a script is in the collectives of its process groups, as torch's flight recorder has it.
-#
-# Torch notes the newest collectives of gloo and NCCL by itself, so a script pays nothing for this before somebody asks.
 
 
 class CollectivesTeller:

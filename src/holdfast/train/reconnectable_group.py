@@ -170,10 +170,6 @@ _Work: Any = dist.Work
 
 
 # ---------------------------------------------------------------- sent messages
-# Messages between two workers of a replica, such as those between the stages of a pipeline.
-#
-# They are begun at once and waited for later: a schedule sends an activation and wants a gradient back in one go, and
-# whoever waited for its send first would wait for a peer that does the same.
 
 
 class MessageWork(_Work):  # type: ignore[misc]

@@ -38,9 +38,7 @@ MANAGER = "holdfast-operator"
 Object = dict[str, Any]
 
 
-# ---------------------------------------------------------------- api
-# Requests to the API server, and how they can end. `kubernetes_asyncio` finds the server and proves who we are; what is
-# sent and read is plain JSON, so no field of a newer server is lost on the way.
+# ---------------------------------------------------------------- requests
 
 
 class ApiError(HoldfastError):

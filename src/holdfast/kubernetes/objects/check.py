@@ -1,5 +1,5 @@
-"""Whether a HoldfastJob can work. One pure function, for the operator and the command line: what one of them takes, the
-other takes as well.
+"""Whether a HoldfastJob can work. One pure function, for the command line, before anything is sent, and for the operator, where an
+older CRD let something through: what one of them takes, the other takes as well.
 
 The object is compared with the structural schema as the API server does it, but what is accepted is said in words of one line each.
 Then come rules that no schema can say. What only the cluster knows (Pod Security, quotas, webhooks, whether a ConfigMap is there) is
@@ -45,12 +45,6 @@ OWN_LABELS = "holdfast.dev/"
 """Labels and annotations that begin so are the operator's."""
 RESERVED_MEMORY_SHARE = 0.8
 """Of the container's memory limit, snapshots may have so much: the worker needs the rest, and tmpfs counts against it."""
-
-
-# ---------------------------------------------------------------- against schema
-# Compares a value with a structural schema, as the API server does, but tells what is accepted in words of one line each.
-#
-# Pure. The command line uses it before anything is sent, and the operator where an older CRD let something through.
 
 
 class Problem(msgspec.Struct, frozen=True):

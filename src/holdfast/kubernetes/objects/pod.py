@@ -127,8 +127,6 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------- reading
-# Kubernetes' objects as `observed` has them. Pure. What is missing in an object is unknown, and an object that is not ours
-# is None: a pod counts by its owner's uid, never by its labels, which anybody can write.
 
 
 def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:

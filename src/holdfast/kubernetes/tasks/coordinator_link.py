@@ -48,9 +48,7 @@ ASK_ANYWAY_S = 5.0
 """So often a coordinator is asked at least, to which no connection can be kept."""
 
 
-# ---------------------------------------------------------------- link
-# The operator's connection to one coordinator: what it says, and when there is something new. It proves itself before
-# anything of it is believed.
+# ---------------------------------------------------------------- the connection to one coordinator
 
 
 class Silent(HoldfastError):

@@ -63,10 +63,6 @@ OF_INCIDENT = "#/incident/{incident}"
 
 
 # ---------------------------------------------------------------- matters
-# Which events a person has to do something about, and which of them are sent when. Pure.
-#
-# A matter is told once. What comes again, or with many others, must not become a storm of messages at night: the same
-# matter is silent for hours, messages keep a distance, and what comes between two of them is one message.
 
 
 def matter_of(entry: LedgerEntry, ledger: str, job: str) -> Matter | None:
