@@ -97,7 +97,7 @@ def crossings(
     """Of each level, with the coordinator's own decisions. count: of nodes."""
     from holdfast.checkpoint.placement import place
     from holdfast.coordinator.membership.rank_assignment import WorkerPlaces, path, pick
-    from holdfast.tools.plan.crossing import Crossing, columns, crossing_share
+    from holdfast.tools.plan.crossing import Crossing, crossing_share, replica_groups
 
     by_name = sorted(places, key=_natural)
     paths = {host: path(places[host], host) for host in by_name}
@@ -116,8 +116,8 @@ def crossings(
         Crossing(
             level=level - 1,
             places=len({p[:level] for p in workers.values()}),
-            gradients=crossing_share(columns(near), level),
-            gradients_unplaced=crossing_share(columns(plain), level),
+            gradients=crossing_share(replica_groups(near), level),
+            gradients_unplaced=crossing_share(replica_groups(plain), level),
             shards=crossing_share(near, level) if shards > 1 else None,
             shards_unplaced=crossing_share(plain, level) if shards > 1 else None,
             copies=sum(a[:level] != b[:level] for a, b in held) / len(held) if held else 0.0,

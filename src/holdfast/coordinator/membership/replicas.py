@@ -17,7 +17,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ShapesDiffer
 from holdfast.protocol.notices import NoticeCause
 
-SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
+ASSIGNED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
 COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
 
 
@@ -127,7 +127,7 @@ def rebuild(context: Context) -> None:
         return
     ready, assigned, coming = (
         [w for w in context.workers_in(*phases) if membership.nodes[w.node].leaving is None]
-        for phases in ((WorkerPhase.READY,), SEATED, COMING)
+        for phases in ((WorkerPhase.READY,), ASSIGNED, COMING)
     )
     there = [w.shard_index for w in assigned]
     replicas = _replicas_within_reach(context, there, len(ready) + len(coming))
@@ -162,7 +162,7 @@ def _nearest(context: Context, spare: Sequence[Worker], shard_index: int) -> Wor
     standing = queries.standing(context, spare)
     if standing is None or membership.generation is None:
         return spare[0]
-    there = {w.name for w in context.workers_in(*SEATED)}
+    there = {w.name for w in context.workers_in(*ASSIGNED)}
     lost = [
         x.worker
         for x in membership.generation.members

@@ -44,6 +44,6 @@ def crossing_share(rings: Iterable[Sequence[Path]], level: int) -> float:
     return crossed / hops if hops else 0.0
 
 
-def columns(replicas: Sequence[Sequence[Path]]) -> list[list[Path]]:
+def replica_groups(replicas: Sequence[Sequence[Path]]) -> list[list[Path]]:
     """The workers that hold the same shard, in the order of their replicas: the rings of the gradients."""
-    return [list(column) for column in zip(*replicas, strict=True)]
+    return [list(group) for group in zip(*replicas, strict=True)]
