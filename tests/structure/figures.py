@@ -28,7 +28,6 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,15 +83,14 @@ def import_lines(module: Module) -> set[int]:
     return {n for node in imports for n in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
-def shared_names(modules: list[Module]) -> list[str]:
-    """Names of public classes that several modules have, in order."""
-    where = [
-        node.name
-        for module in modules
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
-    return sorted(name for name, count in Counter(where).items() if count > 1)
+def shared_names(modules: list[Module]) -> dict[str, list[str]]:
+    """Names of public classes that stand several times, in order, and the module of each. Classes within classes count."""
+    where: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module.name)
+    return {name: found for name, found in sorted(where.items()) if len(found) > 1}
 
 
 def single_importers(imports: list[Import]) -> int:
@@ -258,9 +256,8 @@ def report(package: Path, readme: Path, docs: Path) -> Iterator[str]:
             for group in groups:
                 yield f"    {kind}: {' '.join(name.removeprefix(prefix) for name in group)}"
     for walk in found.walks:
-        files, forms = walk.before
-        now = f"{len(walks.files(walk))} files, {len(walks.forms(walk))} forms"
-        yield f"{f'walk of {walk.title}':<34}{now}; {files} and {forms} at {walks.BEFORE}"
+        counts = f"{len(walks.files(walk))} files, {len(walks.forms(walk))} forms"
+        yield f"{f'walk of {walk.title}':<34}{counts}"
     if found.readme is not None:
         yield f"{'README words / mean sentence':<34}{found.readme.words:,} / {found.readme.mean:.0f}"
     if found.docs is not None:
@@ -285,11 +282,10 @@ def cells(found: Figures) -> Iterator[tuple[str, str]]:
     yield "modules that import logging", f"{found.logging}"
     for label, modules, packages in found.circles:
         yield f"circles {label}", f"{sum(map(len, modules))} / {sum(map(len, packages))}"
-    yield f"files / forms on walks (at {walks.BEFORE})", ""
+    yield "files / forms on walks", ""
     for walk in walks.WALKS:
-        files, forms = walk.before
         counts = f"{len(walks.files(walk))} / {len(walks.forms(walk))}" if walk in found.walks else "-"
-        yield f"  {walk.title} ({files} / {forms})", counts
+        yield f"  {walk.title}", counts
     for label, prose in (("README", found.readme), ("docs", found.docs)):
         yield f"{label} words", "-" if prose is None else f"{prose.words:,}"
         yield "  of a sentence", "-" if prose is None else f"{prose.mean:.0f}"

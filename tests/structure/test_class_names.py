@@ -5,12 +5,11 @@ Where several classes share a name, the reason stands here.
 
 from __future__ import annotations
 
-import ast
-from collections import defaultdict
-from functools import cache
 from pathlib import Path
 
 import pytest
+from figures import shared_names
+from imports import modules_of
 
 PACKAGE = Path(__file__).parents[2] / "src" / "holdfast"
 
@@ -47,39 +46,26 @@ SHARED = {
 """Names that several modules have, with the reason."""
 
 
-def where(package: Path) -> dict[str, list[str]]:
-    """The modules of each public class, by its name. Classes within classes and functions count."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(path.relative_to(package).as_posix())
-    return found
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return shared_names(modules_of(PACKAGE))
 
 
-@cache
-def shared(package: Path) -> dict[str, list[str]]:
-    return {name: paths for name, paths in where(package).items() if len(paths) > 1}
-
-
-def test_names_of_classes_are_unique_but_for_those_with_a_reason() -> None:
-    found = shared(PACKAGE)
-    new = [f"{name} ({', '.join(paths)})" for name, paths in found.items() if name not in SHARED]
+def test_names_of_classes_are_unique_but_for_those_with_a_reason(found: dict[str, list[str]]) -> None:
+    new = [f"{name} ({', '.join(where)})" for name, where in found.items() if name not in SHARED]
     assert not new, "name each class by what differs: " + "; ".join(new)
     assert set(SHARED) <= set(found), "an exception that is not needed"
 
 
-@pytest.mark.parametrize("reason", [RECORDED, ENTERED, CAUSE])
-def test_a_shared_name_is_recorded_where_its_reason_says(reason: str) -> None:
-    home = "protocol/causes.py" if reason is CAUSE else "protocol/ledger.py"
-    found = shared(PACKAGE)
-    for name in (name for name, why in SHARED.items() if why is reason):
-        paths = found[name]
-        assert len(paths) == 2, name
-        assert home in paths, name
-
-
-def test_a_new_duplicate_is_found(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text("class Thing:\n    class Inner: ...\n\nclass _Own: ...\n")
-    (tmp_path / "two.py").write_text("def f():\n    class Inner: ...\n\nclass _Own: ...\n")
-    assert shared(tmp_path) == {"Inner": ["one.py", "two.py"]}
+@pytest.mark.parametrize(
+    ("reason", "home"),
+    [
+        (RECORDED, "holdfast.protocol.ledger"),
+        (ENTERED, "holdfast.protocol.ledger"),
+        (CAUSE, "holdfast.protocol.causes"),
+    ],
+)
+def test_a_shared_name_is_where_its_reason_says(reason: str, home: str, found: dict[str, list[str]]) -> None:
+    for name in (name for name, why in SHARED.items() if why == reason):
+        assert len(found[name]) == 2, name
+        assert home in found[name], name

@@ -133,12 +133,15 @@ def test_what_counts_as_code(tmp_path: Path) -> None:
     tree(
         tmp_path,
         a='"""Of a\nmodule."""\n\nimport os  # why\nfrom house import (\n    b,\n)\n\n# alone\nx = """a\nb"""\n"""Of a field."""\n',
-        b="class Same:\n    pass\n",
+        b="class Same:\n    class Inner: ...\n",
         c="from house import b\n\nclass Same:\n    class _Own: ...\n",
-        d="from house import a\n",
+        d="from house import a\n\ndef f():\n    class Inner: ...\n",
     )
     modules = {module.name: module for module in modules_of(tmp_path / "house")}
     assert figures.code_lines(modules["house.a"]) == {4, 5, 6, 7, 10, 11}
     assert figures.import_lines(modules["house.a"]) == {4, 5, 6, 7}
-    assert figures.shared_names(list(modules.values())) == ["Same"]
+    assert figures.shared_names(list(modules.values())) == {
+        "Inner": ["house.b", "house.d"],
+        "Same": ["house.b", "house.c"],
+    }
     assert figures.single_importers(imports_of(list(modules.values()))) == 1

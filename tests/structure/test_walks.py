@@ -68,7 +68,6 @@ def test_files_and_forms_count_once() -> None:
         hops="one:first\n    two:second\n    one:third by NAME\n",
         forms="three:Thing one:Other",
         others=("bytes",),
-        before=(0, 0),
     )
     assert walks.files(walk) == {"one", "two", "three"}
     assert len(walks.forms(walk)) == 3

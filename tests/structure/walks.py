@@ -28,9 +28,6 @@ from dataclasses import dataclass
 
 from imports import Module
 
-BEFORE = "56d572dc"
-"""The commit from which on modules were folded."""
-
 
 @dataclass(frozen=True)
 class Walk:
@@ -43,9 +40,47 @@ class Walk:
     """Separated by blanks."""
     others: tuple[str, ...]
     """Forms that are no classes."""
-    before: tuple[int, int]
-    """Files and forms at `BEFORE`, counted in the same way."""
 
+
+TO_THE_CORE = """
+agent/coordinator_link:CoordinatorLink._sending by Outbox
+    agent/coordinator_link:Outbox.take
+    agent/coordinator_link:_dated
+    protocol/wire/frames:encode
+    agent/coordinator_link:Outbox.sent
+coordinator/service/agents:AgentConnections.serve by AgentMessage
+    coordinator/service/agents:AgentConnections._on_frame
+        protocol/wire/frames:Codec.decode
+            protocol/wire/decoding:decode
+        coordinator/service/decision_loop:DecisionLoop.handle
+            coordinator/service/decision_loop:DecisionLoop._take_in
+                coordinator/service/queues:Inbox.put
+coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
+    coordinator/service/queues:Inbox.take
+    coordinator/service/queues:QueuedEvent.aged
+    coordinator/service/decision_loop:DecisionLoop._decide
+        coordinator/machine:Core.handle_all
+            coordinator/machine:Core._takes
+                coordinator/machine:Core._dispatch
+                    coordinator/machine:Core._node_says
+                        coordinator/membership/nodes:heard
+        coordinator/service/decision_loop:DecisionLoop._batch
+            coordinator/service/decision_loop:DecisionLoop._entry
+        coordinator/service/decision_loop:DecisionLoop._written
+            coordinator/service/ledger:Ledger.write
+                coordinator/service/ledger:LedgerCopies.on_batch by also
+                coordinator/service/ledger:Ledger._write_all
+                    coordinator/service/ledger:Ledger._try
+                        coordinator/service/ledger:SideThread.do
+                        coordinator/service/ledger:Ledger._put
+                            coordinator/service/store:Store.write
+        coordinator/service/decision_loop:DecisionLoop._carry_out
+            coordinator/service/decision_loop:DecisionLoop.do
+                coordinator/service/queues:AgentLines.send
+                    coordinator/service/queues:AgentLines._frame
+                        protocol/wire/frames:encode
+"""
+"""What an agent tells the coordinator, until it is decided, written and answered: a part of two walks."""
 
 GRADIENT = Walk(
     title="a gradient",
@@ -131,7 +166,6 @@ train/reduction:_Bucket train/reduction:Chunk train/reduction:GradientBuffer tra
 train/step_report:CommittedStep protocol/messages:ReportedStep protocol/messages:Progress
 """,
     others=("a tensor of autograd's", "a word of the control channel", "a frame"),
-    before=(22, 10),
 )
 
 EXIT_CODE = Walk(
@@ -152,77 +186,46 @@ agent/process:WorkerProcess._ended
             agent/health:HealthWatcher.gone
             agent/coordinator_link:CoordinatorLink.send
                 agent/coordinator_link:Outbox.put
-agent/coordinator_link:CoordinatorLink._sending by Outbox
-    agent/coordinator_link:Outbox.take
-    agent/coordinator_link:_dated
-    protocol/wire/frames:encode
-    agent/coordinator_link:Outbox.sent
-coordinator/service/agents:AgentConnections.serve by AgentMessage
-    coordinator/service/agents:AgentConnections._on_frame
-        protocol/wire/frames:Codec.decode
-            protocol/wire/decoding:decode
-        coordinator/service/decision_loop:DecisionLoop.handle
-            coordinator/service/decision_loop:DecisionLoop._take_in
-                coordinator/service/decision_loop:_ending
-                coordinator/service/queues:Inbox.put
-coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
-    coordinator/service/queues:Inbox.take
-    coordinator/service/queues:QueuedEvent.aged
-    coordinator/service/decision_loop:DecisionLoop._decide
-        coordinator/machine:Core.handle_all
-            coordinator/machine:Core._takes
-                coordinator/machine:Core._dispatch
-                    coordinator/machine:Core._node_says
-                        coordinator/membership/nodes:heard
-                        coordinator/membership/failures:exited
-                            coordinator/membership/failures:cause_of
-                            coordinator/kernel/context:Context.record
-                            coordinator/machine:Core.request
-                                coordinator/machine:Core._serve
-                                    coordinator/storage/durable_checkpoints:summing
-                            coordinator/membership/step_accounting:exited
-                            coordinator/membership/in_process:InProcessMode.on_exit
-                                coordinator/membership/failures:lose_worker
-                                    coordinator/kernel/transitions:enter
-                                        coordinator/kernel/index:PhaseIndex.move_worker
-                                    coordinator/membership/in_process:InProcessMode.on_worker_lost
-                                        coordinator/membership/processes:count_restart
-                                            coordinator/kernel/state:InARow.further
-                                        coordinator/kernel/context:Context.open_incident
-                                            coordinator/kernel/incidents:open_incident
-                                                coordinator/kernel/incidents:_part_of
-                                                coordinator/kernel/incidents:_claim
-                                                coordinator/kernel/incidents:_explain_by_sighting
-                                            coordinator/kernel/incidents:describe
-                                                coordinator/kernel/incidents:stall_s
-                                        coordinator/membership/failures:judge_exit
-                                            coordinator/membership/policy:failure_signature
-                                            coordinator/membership/failures:note_failure
-                                            coordinator/membership/queries:hoped_for
-                                            coordinator/kernel/incidents:script_fault
-                                        coordinator/membership/generations:break_generation
-                                            coordinator/kernel/transitions:enter_job
-                                            coordinator/membership/wall_time:broke
-                                            coordinator/membership/replicas:broke
-                                                coordinator/kernel/context:Context.tell
-                coordinator/kernel/context:Context._attribute
-                    protocol/ledger:about_one_incident
-        coordinator/service/decision_loop:DecisionLoop._batch
-            coordinator/service/decision_loop:DecisionLoop._entry
-        coordinator/service/decision_loop:DecisionLoop._written
-            coordinator/service/ledger:Ledger.write
-                coordinator/service/ledger:LedgerCopies.on_batch by also
-                coordinator/service/ledger:Ledger._write_all
-                    coordinator/service/ledger:Ledger._try
-                        coordinator/service/ledger:SideThread.do
-                        coordinator/service/ledger:Ledger._put
-                            coordinator/service/store:Store.write
-        coordinator/service/decision_loop:DecisionLoop._carry_out
-            coordinator/service/decision_loop:DecisionLoop.do
-                coordinator/service/queues:AgentLines.send
-        coordinator/service/watchers:Watchers.announce
-            coordinator/service/watchers:announcement
-            coordinator/service/watchers:JobWatcher.tell
+"""
+    + TO_THE_CORE
+    + """
+coordinator/service/decision_loop:_ending by _ending
+coordinator/membership/failures:exited by exited
+    coordinator/membership/failures:cause_of
+    coordinator/kernel/context:Context.record
+    coordinator/machine:Core.request
+        coordinator/machine:Core._serve
+            coordinator/storage/durable_checkpoints:summing
+    coordinator/membership/step_accounting:exited
+    coordinator/membership/in_process:InProcessMode.on_exit
+        coordinator/membership/failures:lose_worker
+            coordinator/kernel/transitions:enter
+                coordinator/kernel/index:PhaseIndex.move_worker
+            coordinator/membership/in_process:InProcessMode.on_worker_lost
+                coordinator/membership/processes:count_restart
+                    coordinator/kernel/state:InARow.further
+                coordinator/kernel/context:Context.open_incident
+                    coordinator/kernel/incidents:open_incident
+                        coordinator/kernel/incidents:_part_of
+                        coordinator/kernel/incidents:_claim
+                        coordinator/kernel/incidents:_explain_by_sighting
+                    coordinator/kernel/incidents:describe
+                        coordinator/kernel/incidents:stall_s
+                coordinator/membership/failures:judge_exit
+                    coordinator/membership/policy:failure_signature
+                    coordinator/membership/failures:note_failure
+                    coordinator/membership/queries:hoped_for
+                    coordinator/kernel/incidents:script_fault
+                coordinator/membership/generations:break_generation
+                    coordinator/kernel/transitions:enter_job
+                    coordinator/membership/wall_time:broke
+                    coordinator/membership/replicas:broke
+                        coordinator/kernel/context:Context.tell
+coordinator/kernel/context:Context._attribute by _attribute
+    protocol/ledger:about_one_incident
+coordinator/service/watchers:Watchers.announce by announce
+    coordinator/service/watchers:announcement
+    coordinator/service/watchers:JobWatcher.tell
 coordinator/service/watchers:JobWatcher.send by JobWatcher
     coordinator/service/watchers:JobWatcher._next
         coordinator/service/watchers:JobWatcher._say
@@ -252,7 +255,6 @@ coordinator/kernel/events:Record coordinator/kernel/events:Send coordinator/serv
 coordinator/service/store:LedgerBatch engines/client:Announcement
 """,
     others=("a wait status", "a frame", "a row of SQLite's", "an announcement in JSON", "a line for people"),
-    before=(57, 24),
 )
 
 SNAPSHOT = Walk(
@@ -313,71 +315,42 @@ agent/snapshots:SnapshotKeeper.slot_filled by SlotFilled
             checkpoint/layout:digest
 agent/coordinator_link:CoordinatorLink.send by send
     agent/coordinator_link:Outbox.put
-agent/coordinator_link:CoordinatorLink._sending by Outbox
-    agent/coordinator_link:Outbox.take
-    agent/coordinator_link:_dated
-    protocol/wire/frames:encode
-coordinator/service/agents:AgentConnections.serve by AgentMessage
-    coordinator/service/agents:AgentConnections._on_frame
-        protocol/wire/frames:Codec.decode
-        coordinator/service/decision_loop:DecisionLoop.handle
-            coordinator/service/decision_loop:DecisionLoop._take_in
-                coordinator/service/queues:Inbox.put
-coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
-    coordinator/service/queues:Inbox.take
-    coordinator/service/queues:QueuedEvent.aged
-    coordinator/service/decision_loop:DecisionLoop._decide
-        coordinator/machine:Core.handle_all
-            coordinator/machine:Core._takes
-                coordinator/machine:Core._dispatch
-                    coordinator/machine:Core._node_says
-                        coordinator/membership/nodes:heard
-                        coordinator/storage/memory_snapshots:held
-                            coordinator/storage/durable_checkpoints:summed
-                            coordinator/storage/memory_snapshots:_take
-                                coordinator/storage/memory_snapshots:_snapshot
-                                    coordinator/storage/memory_snapshots:happened
-                                    coordinator/storage/memory_snapshots:_makes_room
-                            coordinator/storage/memory_snapshots:spread
-                                coordinator/storage/memory_snapshots:_spread
-                                    coordinator/storage/memory_snapshots:_expected
-                                        coordinator/storage/queries:savers_of
-                                    coordinator/storage/memory_snapshots:_buddies
-                                        checkpoint/placement:place
-                                        coordinator/storage/queries:nearest
-                                            protocol/place:nearness
-                                    coordinator/storage/queries:holders
-                                    coordinator/kernel/context:Context.send
-                                    coordinator/storage/memory_snapshots:_mark_complete
-                                        coordinator/storage/memory_snapshots:_tell_complete
-                                            coordinator/kernel/context:Context.record
-                                        coordinator/storage/memory_snapshots:_retire
-                                            coordinator/storage/memory_snapshots:_complete_now
-                                        coordinator/storage/durable_checkpoints:begin_due
-                                            checkpoint/policy:parse_cadence
-                                            coordinator/storage/durable_checkpoints:_auto_s
-                                                formulas:daly_interval_s
-                                            coordinator/storage/durable_checkpoints:_store
-                                                coordinator/storage/queries:sources
-                                                coordinator/storage/durable_checkpoints:_order
-                        coordinator/storage/durable_checkpoints:progress
-                        coordinator/storage/durable_checkpoints:stored
-                            coordinator/storage/durable_checkpoints:_order
-                        coordinator/storage/durable_checkpoints:published
-                            coordinator/storage/durable_checkpoints:there
-        coordinator/service/decision_loop:DecisionLoop._batch
-            coordinator/service/decision_loop:DecisionLoop._entry
-        coordinator/service/decision_loop:DecisionLoop._written
-            coordinator/service/ledger:Ledger.write
-                coordinator/service/ledger:Ledger._write_all
-                    coordinator/service/ledger:Ledger._try
-                        coordinator/service/ledger:Ledger._put
-                            coordinator/service/store:Store.write
-        coordinator/service/decision_loop:DecisionLoop._carry_out
-            coordinator/service/decision_loop:DecisionLoop.do
-                coordinator/service/queues:AgentLines.send
-                    coordinator/service/queues:AgentLines._frame
-                        protocol/wire/frames:encode
+"""
+    + TO_THE_CORE
+    + """
+coordinator/storage/memory_snapshots:held by held
+    coordinator/storage/durable_checkpoints:summed
+    coordinator/storage/memory_snapshots:_take
+        coordinator/storage/memory_snapshots:_snapshot
+            coordinator/storage/memory_snapshots:happened
+            coordinator/storage/memory_snapshots:_makes_room
+    coordinator/storage/memory_snapshots:spread
+        coordinator/storage/memory_snapshots:_spread
+            coordinator/storage/memory_snapshots:_expected
+                coordinator/storage/queries:savers_of
+            coordinator/storage/memory_snapshots:_buddies
+                checkpoint/placement:place
+                coordinator/storage/queries:nearest
+                    protocol/place:nearness
+            coordinator/storage/queries:holders
+            coordinator/kernel/context:Context.send
+            coordinator/storage/memory_snapshots:_mark_complete
+                coordinator/storage/memory_snapshots:_tell_complete
+                    coordinator/kernel/context:Context.record
+                coordinator/storage/memory_snapshots:_retire
+                    coordinator/storage/memory_snapshots:_complete_now
+                coordinator/storage/durable_checkpoints:begin_due
+                    checkpoint/policy:parse_cadence
+                    coordinator/storage/durable_checkpoints:_auto_s
+                        formulas:daly_interval_s
+                    coordinator/storage/durable_checkpoints:_store
+                        coordinator/storage/queries:sources
+                        coordinator/storage/durable_checkpoints:_order
+coordinator/storage/durable_checkpoints:progress by progress
+coordinator/storage/durable_checkpoints:stored by stored
+    coordinator/storage/durable_checkpoints:_order
+coordinator/storage/durable_checkpoints:published by published
+    coordinator/storage/durable_checkpoints:there
 agent/coordinator_link:CoordinatorLink._receiving by ToAgent
     protocol/wire/frames:Codec.decode
     agent/coordinator_link:CoordinatorLink._carry_out
@@ -447,7 +420,6 @@ coordinator/kernel/events:Record coordinator/service/store:LedgerEntry coordinat
         "files of a tier",
         "a row of SQLite's",
     ),
-    before=(56, 46),
 )
 
 OPTION = Walk(
@@ -557,7 +529,6 @@ kubernetes/pods/pod:PodPlace
         "an object of Kubernetes",
         "a ConfigMap",
     ),
-    before=(52, 27),
 )
 
 YAML = Walk(
@@ -680,7 +651,6 @@ kubernetes/policy/plan:MakeNode kubernetes/objects/pod:PodSeen protocol/job:JobS
 agent/agent:AgentConfig
 """,
     others=("an object of Kubernetes", "a ConfigMap", "a pod", "spec.json", "arguments of a process"),
-    before=(50, 19),
 )
 
 WALKS = (GRADIENT, EXIT_CODE, SNAPSHOT, OPTION, YAML)
@@ -697,7 +667,7 @@ class Hop:
 
 def hops_of(walk: Walk) -> Iterator[Hop]:
     above: list[tuple[int, str]] = []
-    for line in walk.hops.strip().splitlines():
+    for line in filter(None, walk.hops.splitlines()):
         depth = len(line) - len(line.lstrip())
         place, _, by = line.strip().partition(" by ")
         while above and above[-1][0] >= depth:
