@@ -113,11 +113,11 @@ def test_old_generations_lose_the_names_of_their_workers(tmp_path: Path) -> None
         assert [e.fields["world"] for e in store.events()] == [20] * 30
         assert store.dropped().unnamed == 27
         # Nobody seems to have left because nobody is named.
-        story = JobTimeline()
+        timeline = JobTimeline()
         for row in store.raw_entries(0, 100):
-            story.add(*row)
-        assert {runs[-1][1] for runs in story.runs.values()} == {0}
-        assert {len(runs) for runs in story.runs.values()} == {1}
+            timeline.add(*row)
+        assert {runs[-1][1] for runs in timeline.runs.values()} == {0}
+        assert {len(runs) for runs in timeline.runs.values()} == {1}
 
 
 def test_a_commit_that_fails_drops_nothing(tmp_path: Path) -> None:

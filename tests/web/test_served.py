@@ -33,7 +33,7 @@ from holdfast.ui.host import UiHost
 from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
 from holdfast.web import application
-from holdfast.web import timeline as story_module
+from holdfast.web import timeline as timeline_module
 from holdfast.web.application import GZIP_BYTES
 from holdfast.web.sessions import Role, Sessions
 
@@ -266,11 +266,11 @@ def test_an_incident_has_what_its_worker_left_and_those_beside_it(home: Path) ->
     asks(look)
 
 
-def test_incidents_that_the_story_let_go_are_told_by_the_ledger(
+def test_incidents_that_the_timeline_let_go_are_told_by_the_ledger(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = 500
-    monkeypatch.setattr(story_module, "INCIDENTS_KEPT", 100)
+    monkeypatch.setattr(timeline_module, "INCIDENTS_KEPT", 100)
     with closing(Store(home / "jobs/old/job.sqlite")) as store:
         incidents(store, many)
 

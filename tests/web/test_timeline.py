@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from holdfast.protocol import ledger
-from holdfast.web import timeline as story_module
+from holdfast.web import timeline as timeline_module
 from holdfast.web import views
 from holdfast.web.timeline import STATES, JobTimeline, _Members
 
@@ -168,14 +168,14 @@ def test_findings_are_told_with_what_their_words_mean() -> None:
     assert (mark["step"], mark["what"], mark["text"]) == (30, "finding", "node1 row-remapping: a\\x1b[2Jline")
 
 
-def test_a_story_keeps_the_newest_incidents_and_counts_the_others() -> None:
-    told, many = Told(), story_module.INCIDENTS_KEPT + 300
+def test_a_timeline_keeps_the_newest_incidents_and_counts_the_others() -> None:
+    told, many = Told(), timeline_module.INCIDENTS_KEPT + 300
     told.incident(1, 0.5, open=True)
     told.say(0.6, "incident-opened", id=2, t_s=0.6, cause="still open", cause_kind="process", quiet=False)
     for number in range(3, many + 1):
         told.incident(number, float(number), quiet=number % 2 == 0)
     timeline = told.timeline
-    assert len(timeline.incidents) == story_module.INCIDENTS_KEPT
+    assert len(timeline.incidents) == timeline_module.INCIDENTS_KEPT
     assert (timeline.newest, timeline.forgotten) == (many, 300)
     # One that is open has more to come.
     assert 2 in timeline.incidents
@@ -187,15 +187,15 @@ def test_a_story_keeps_the_newest_incidents_and_counts_the_others() -> None:
     # A late word of one that was let go changes nothing.
     told.say(9_999.0, "incident-explained", id=5, node="n", cause="late", was="x")
     told.say(9_999.0, "incident-settled", id=5, t_s=5.0, cause="late", quiet=True)
-    assert (len(timeline.incidents), timeline.forgotten) == (story_module.INCIDENTS_KEPT, 300)
+    assert (len(timeline.incidents), timeline.forgotten) == (timeline_module.INCIDENTS_KEPT, 300)
     # Where the ledger tells of an old one.
     assert views.wanted(timeline, 60, 50) == list(range(10, 60))
     assert 0 <= timeline.before(10).seq < 2 * 10
-    assert len(timeline.bookmarks) <= story_module.BOOKMARKS_KEPT
+    assert len(timeline.bookmarks) <= timeline_module.BOOKMARKS_KEPT
 
 
 def test_bookmarks_have_a_bound_however_many_incidents_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(story_module, "BOOKMARKS_KEPT", 8)
+    monkeypatch.setattr(timeline_module, "BOOKMARKS_KEPT", 8)
     told = Told()
     for number in range(1, 2_001):
         told.incident(number, float(number))
