@@ -15,13 +15,13 @@ from holdfast.coordinator.membership.policy import (
     failure_signature,
     find_culprits,
     gang_fault,
-    settle,
+    resolve,
 )
 from holdfast.protocol.causes import KilledForMemory, ProcessEnded
 from holdfast.protocol.machine.progress_record import PageReading, Phase
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
 
-# ---------------------------------------------------------------- settle
+# ---------------------------------------------------------------- resolve
 
 HOLDS = {
     "nothing": Report(None),
@@ -35,22 +35,22 @@ HOLDS = {
 def test_settle_for_every_state_of_three_survivors(states):
     """Design, section 5.4, in other words than the code's."""
     names = dict(zip("abc", states, strict=True))
-    outcome = settle({w: HOLDS[s] for w, s in names.items()})
+    resolution = resolve({w: HOLDS[s] for w, s in names.items()})
     usable = {w for w, s in names.items() if s != "nothing"}
     prepared = {w for w, s in names.items() if s == "prepared"}
     if not usable:
-        assert outcome.start is None
-        assert outcome.restore == set("abc")
+        assert resolution.start is None
+        assert resolution.restore == set("abc")
     elif "committed" in states or prepared == usable:
-        assert outcome.start == 6
-        assert outcome.apply == prepared
-        assert outcome.holders == prepared | {w for w, s in names.items() if s == "committed"}
-        assert outcome.restore == {w for w, s in names.items() if s in ("nothing", "dropped")}
+        assert resolution.start == 6
+        assert resolution.apply == prepared
+        assert resolution.holders == prepared | {w for w, s in names.items() if s == "committed"}
+        assert resolution.restore == {w for w, s in names.items() if s in ("nothing", "dropped")}
     else:
-        assert outcome.start == 5
-        assert outcome.apply == frozenset()
-        assert outcome.holders == usable
-        assert outcome.restore == set("abc") - usable
+        assert resolution.start == 5
+        assert resolution.apply == frozenset()
+        assert resolution.holders == usable
+        assert resolution.restore == set("abc") - usable
 
 
 reports = st.builds(Report, st.none() | st.integers(0, 9), st.booleans())
@@ -58,19 +58,19 @@ reports = st.builds(Report, st.none() | st.integers(0, 9), st.booleans())
 
 @given(st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), reports, min_size=1))
 def test_settle_loses_no_commit_and_leaves_nobody_without_a_source(held):
-    outcome = settle(held)
+    resolution = resolve(held)
     committed = [r.committed for r in held.values() if r.committed is not None]
     if not committed:
-        assert outcome.start is None
+        assert resolution.start is None
         return
-    assert max(committed) <= outcome.start <= max(committed) + 1
-    assert outcome.holders
-    assert outcome.holders.isdisjoint(outcome.restore)
-    assert outcome.holders | outcome.restore == set(held)
-    for worker in outcome.holders:
+    assert max(committed) <= resolution.start <= max(committed) + 1
+    assert resolution.holders
+    assert resolution.holders.isdisjoint(resolution.restore)
+    assert resolution.holders | resolution.restore == set(held)
+    for worker in resolution.holders:
         report = held[worker]
-        assert report.committed + (worker in outcome.apply) == outcome.start
-        assert worker not in outcome.apply or report.prepared
+        assert report.committed + (worker in resolution.apply) == resolution.start
+        assert worker not in resolution.apply or report.prepared
 
 
 # ---------------------------------------------------------------- ranks

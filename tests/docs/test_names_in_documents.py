@@ -121,7 +121,7 @@ def resolve(name: str) -> None:
 
 @PAGE
 def test_every_attribute_of_a_class_of_ours_exists(page):
-    """`Hello.checks`, `run.mesh()`; on the pages of the architecture also `policy.settle`, a function of a module."""
+    """`Hello.checks`, `run.mesh()`; on the pages of the architecture also `policy.resolve`, a function of a module."""
     for code in code_of(page):
         match = _ATTRIBUTE.fullmatch(code)
         owner = OBJECTS.get(match[1], match[1]) if match else ""

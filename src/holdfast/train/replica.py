@@ -235,7 +235,7 @@ class Replica:
         step, self._last = self._last, None
         if step is None or step.stage is StepStage.COMMITTED:
             return
-        # `apply` follows one rule for all survivors (`policy.settle`): if anyone committed the step, or all
+        # `apply` follows one rule for all survivors (`policy.resolve`): if anyone committed the step, or all
         # of them prepared it, it counts everywhere; otherwise it counts nowhere.
         if apply and step.stage is StepStage.PREPARED:
             step.commit(resolved=True)

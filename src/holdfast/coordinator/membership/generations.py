@@ -122,7 +122,7 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     transitions.enter(context, worker, WorkerPhase.PARKED)
     wall_time.aside(s, worker, context.now, False)
     worker.aside = False
-    # What the worker holds now, in its own words, and the only input of `settle`. Progress that was reported
+    # What the worker holds now, in its own words, and the only input of `resolve`. Progress that was reported
     # before may be older than this or (after a torn update) newer than what is usable.
     worker.committed, worker.prepared = message.committed, message.prepared
     worker.agreement = message.agreement
@@ -247,8 +247,8 @@ def try_form(context: Context) -> None:
 
 def _every_shard_is_held(context: Context, survivors: list[Worker]) -> bool:
     """Whether survivors hold every shard of one state."""
-    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
-    return {w.shard_index for w in survivors if w.name in outcome.holders} == set(
+    resolution = policy.resolve({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    return {w.shard_index for w in survivors if w.name in resolution.holders} == set(
         range(context.state.membership.shard_count)
     )
 
@@ -283,7 +283,7 @@ class _Start:
 
     step: int
     """Committed steps."""
-    outcome: policy.StepResolution
+    resolution: policy.StepResolution
     """What the step in flight becomes."""
     holders: frozenset[str]
     """Workers that have the state."""
@@ -358,7 +358,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
             world=complete,
             workers=list(ranks),
             restore=sorted(start.restore),
-            applied=bool(start.outcome.apply),
+            applied=bool(start.resolution.apply),
             source=_source(start),
             groups_connected_in=list(connected) if connected else None,
         )
@@ -368,14 +368,17 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
 def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[str]) -> _Start:
     """Where the generation of these workers goes on."""
     s = context.state
-    outcome = policy.settle(reports)
+    resolution = policy.resolve(reports)
     groups = [
         [w for w in ranks if s.membership.workers[w].shard_index == p]
         for p in range(s.membership.shard_count)
     ]
-    if not any(outcome.holders.isdisjoint(group) for group in groups):
+    if not any(resolution.holders.isdisjoint(group) for group in groups):
         return _Start(
-            step=outcome.start or 0, outcome=outcome, holders=outcome.holders, restore=outcome.restore
+            step=resolution.start or 0,
+            resolution=resolution,
+            holders=resolution.holders,
+            restore=resolution.restore,
         )
     # Of some shard no live worker holds the newest state. A state is only as good as its worst shard, so all
     # go back together to what was saved, also those that hold theirs: mixing shards of two steps would train
@@ -405,7 +408,7 @@ def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[
     # No prepared gradient may be applied: it was computed from the state that is being left behind.
     return _Start(
         step=step,
-        outcome=policy.StepResolution(None),
+        resolution=policy.StepResolution(None),
         holders=holders,
         restore=restore,
         snapshot=snapshot,
@@ -439,7 +442,7 @@ def _assign(context: Context, generation: m.Generation, start: _Start) -> None:
         restores = worker.name in start.restore
         assignment = Assignment(
             rank=member.rank,
-            apply=worker.name in start.outcome.apply,
+            apply=worker.name in start.resolution.apply,
             restore=restores,
             serve=served[worker.shard_index] and gives,
             fetches=restores and not reads,
@@ -488,7 +491,7 @@ def _readers(members: Sequence[m.Member]) -> tuple[int, ...]:
 
 def _source(start: _Start) -> str:
     """Where those that hold no state get it from."""
-    if start.outcome.start is not None:
+    if start.resolution.start is not None:
         return "live"
     return "memory" if start.snapshot else "disk" if start.durable else "fresh"
 

@@ -39,7 +39,7 @@ class StepResolution(msgspec.Struct, frozen=True):
     """Workers that have the state of `start`, those that apply first among them."""
 
 
-def settle(reports: Mapping[str, Report]) -> StepResolution:
+def resolve(reports: Mapping[str, Report]) -> StepResolution:
     """Resolves the step in flight: it is committed if any member committed it or if all could, and computed again otherwise.
     docs/architecture/step.md has the argument."""
     # The vote. Every worker made its update only after it knew that all others could make it too

@@ -294,17 +294,17 @@ def choose(
     fresh = [w for w in fresh if not queries.leaves(context, w)]
     # Who holds the newest state is settled among all survivors, before anyone is chosen: one that has to
     # leave may be the only one that has committed.
-    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    resolution = policy.resolve({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     if s.membership.shard_count > 1:
-        return _choose_rows(context, survivors, staying, fresh, outcome)
+        return _choose_rows(context, survivors, staying, fresh, resolution)
     kept = staying[: s.target]
     joining = _nearest(context, kept, fresh, max(0, s.target - len(kept)))
     if not _may_leave(context, len(kept) + len(joining)):
         kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
     # Somebody with the newest state must be in the next generation, or its steps are lost. Beyond the target
     # if need be; it leaves at the next change.
-    if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
-        kept.append(next(w for w in survivors if w.name in outcome.holders))
+    if resolution.start is not None and not any(w.name in resolution.holders for w in kept):
+        kept.append(next(w for w in survivors if w.name in resolution.holders))
     return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
 
 
@@ -325,7 +325,7 @@ def _choose_rows(
     survivors: list[Worker],
     staying: list[Worker],
     fresh: list[Worker],
-    outcome: policy.StepResolution,
+    resolution: policy.StepResolution,
 ) -> tuple[list[Worker], list[Worker]]:
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
@@ -342,8 +342,8 @@ def _choose_rows(
     for worker in survivors:
         # The last holder of a shard stays as a donor even if it has no assignment: without it all would go back to
         # a snapshot.
-        others = [w for w in kept if w.shard_index == worker.shard_index and w.name in outcome.holders]
-        if worker.name in outcome.holders and not others:
+        others = [w for w in kept if w.shard_index == worker.shard_index and w.name in resolution.holders]
+        if worker.name in resolution.holders and not others:
             kept.append(worker)
     return kept, [w for w in fresh if w.name in assigned]
 
@@ -411,7 +411,7 @@ def _holds_on(context: Context, node: Node) -> bool:
     # It may be a donor of the generation that is being put together, which nobody knows before it is formed
     # and has made its first commit.
     parked = context.workers_in(WorkerPhase.PARKED)
-    holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
+    holders = policy.resolve({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
     whole = len({w.shard_index for w in parked if w.name in holders}) == membership.shard_count
     if node.health.then is Remedy.RESET_DEVICE or (node.health.then is Remedy.REBOOT and whole):
         return False  # it loses nothing, or what others have; and the sooner it is back the better

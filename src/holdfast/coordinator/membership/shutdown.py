@@ -237,16 +237,18 @@ def _save(context: Context, waiting: list[Worker]) -> None:
     """One writes it to a durable tier."""
     s = context.state
     # The same vote as for a new generation. A stop must not lose a step that a fault would not have lost.
-    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
-    s.membership.committed = max(s.membership.committed, outcome.start or 0)
+    resolution = policy.resolve({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
+    s.membership.committed = max(s.membership.committed, resolution.start or 0)
     tier = context.spec.saving.tiers[0] if context.spec.saving.tiers else None
-    todo = tier and outcome.start and (s.storage.durable is None or s.storage.durable.step < outcome.start)
-    holders = [w for w in waiting if w.name in outcome.holders]
+    todo = (
+        tier and resolution.start and (s.storage.durable is None or s.storage.durable.step < resolution.start)
+    )
+    holders = [w for w in waiting if w.name in resolution.holders]
     for worker in waiting:
         if worker not in holders:
             processes.end_worker(context, worker, counts=False)
     for worker in holders[:1] if todo else holders:
-        apply = worker.name in outcome.apply
+        apply = worker.name in resolution.apply
         _stop(context, worker, m.Stop(apply=apply, save_to=tier if todo else None))
 
 
@@ -282,11 +284,11 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
 def _settled(context: Context, waiting: list[Worker]) -> int:
     """The step at which the job stops; 0: no state is complete."""
     membership = context.state.membership
-    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
-    if {w.shard_index for w in waiting if w.name in outcome.holders} != set(range(membership.shard_count)):
+    resolution = policy.resolve({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
+    if {w.shard_index for w in waiting if w.name in resolution.holders} != set(range(membership.shard_count)):
         return 0
-    membership.committed = max(membership.committed, outcome.start or 0)
-    return outcome.start or 0
+    membership.committed = max(membership.committed, resolution.start or 0)
+    return resolution.start or 0
 
 
 def _keepers(context: Context, group: list[Worker], first: bool) -> list[Worker]:
