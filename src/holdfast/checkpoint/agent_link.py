@@ -41,9 +41,9 @@ class AgentSlots:
     """Slots in the agent's memory, from the worker's side: it asks for one and fills it, and the agent is told of the result in
     any case."""
 
-    def __init__(self, link: AgentLink, watcher: MappingObserver | None = None) -> None:
-        """watcher: as in `SlotMaps`."""
-        self._link, self._maps = link, SlotMaps(watcher)
+    def __init__(self, link: AgentLink, observer: MappingObserver | None = None) -> None:
+        """observer: as in `SlotMaps`."""
+        self._link, self._maps = link, SlotMaps(observer)
 
     def want(self, key: Key, nbytes: int, waits: bool = False, paced: bool = False) -> None:
         """Requests a slot. From this call on the agent counts the copy, and a stop waits for it."""

@@ -790,7 +790,7 @@ def map_slot(path: Path, blob_bytes: int) -> mmap.mmap:
 
 
 class MappingObserver(Protocol):
-    """Whoever has to know of the slots that this process maps: an accelerator's driver."""
+    """Is told of the slots that this process maps, and before it unmaps them: for an accelerator's driver."""
 
     def mapped(self, memory: mmap.mmap) -> None: ...
     def unmapped(self, memory: mmap.mmap) -> None: ...
@@ -799,10 +799,10 @@ class MappingObserver(Protocol):
 class SlotMaps:
     """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
 
-    def __init__(self, watcher: MappingObserver | None = None) -> None:
-        """watcher: told of every mapping."""
+    def __init__(self, observer: MappingObserver | None = None) -> None:
+        """observer: told of every mapping."""
         self._maps: dict[str, mmap.mmap] = {}
-        self._watcher = watcher
+        self._observer = observer
 
     def blob(self, path: str, nbytes: int) -> memoryview:
         """The blob of a slot. Raises TierError when the slot is gone."""
@@ -812,8 +812,8 @@ class SlotMaps:
         if memory is None or len(memory) < PAGE + nbytes:
             self.forget(path)
             memory = self._maps[path] = map_slot(Path(path), nbytes)
-            if self._watcher is not None:
-                self._watcher.mapped(memory)
+            if self._observer is not None:
+                self._observer.mapped(memory)
         # A mapping keeps the memory of a removed file. Without this a worker would hold what the agent
         # believes to have given back, and the machine would run out of memory within its budget.
         for old in [p for p in self._maps if p != path and not Path(p).exists()]:
@@ -823,5 +823,5 @@ class SlotMaps:
     def forget(self, path: str) -> None:
         """Nobody copies into this slot any more."""
         memory = self._maps.pop(path, None)
-        if memory is not None and self._watcher is not None:
-            self._watcher.unmapped(memory)
+        if memory is not None and self._observer is not None:
+            self._observer.unmapped(memory)

@@ -70,7 +70,7 @@ def pick(
     vacant: Iterable[Path],
     beside: Iterable[Path],
 ) -> list[str]:
-    """So many of the newcomers: the better tiers first, and of a tier those that stand nearest to a vacancy. With no
+    """`count` of the newcomers: the better tiers first, and of a tier those that stand nearest to a vacancy. With no
     vacancy left, those that make the job stand in few places.
 
     Args:
@@ -134,7 +134,7 @@ def match(vacant: Mapping[S, Path], workers: Sequence[str], paths: Mapping[str, 
 
 
 def rows(groups: Sequence[Sequence[str]], paths: Mapping[str, Path], most: int) -> list[tuple[str, ...]]:
-    """Rows of one worker from each group, each in as small a place as can be; at most so many."""
+    """Rows of one worker from each group, each in as small a place as can be; at most `most`."""
     formed: list[tuple[str, ...]] = []
     left = [list(group) for group in groups]
     for depth in range(_deepest([paths[w] for group in groups for w in group]), -1, -1):
