@@ -1,7 +1,7 @@
-"""What is said of a job: the status, from what is known of it, and which changes of it people should hear of. Pure.
+"""Derives a job's status from what the operator has observed, and the Events that report its changes. Pure.
 
-A condition is there from the first look on. What is not known is `Unknown`, and never `False`. The time of a transition is
-that of its status, so a message that changes moves no clock.
+Conditions are present from the first reconciliation on. A condition whose truth is not known is `Unknown`, never `False`. Its
+transition time changes only with its status, not with its message.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from holdfast.protocol.engine_orders import ReleaseNode
 
 MESSAGE_CHARS = 1000
 LIVE_FIELDS = ("nodes", "run_policy")
-"""What may change while a run goes on."""
+"""Fields of the spec that may change while a run goes on."""
 
 
 class JobEnd(msgspec.Struct, frozen=True):
     """How a job ended."""
 
     failed: str | None
-    """A reason for programs; None: it is complete."""
+    """The reason of the condition Failed; None: the job is complete."""
     message: str
     termination_message: TerminationMessage | None = None
-    """Of its coordinator; None: it ended without one."""
+    """The coordinator's; None: it ended without one."""
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _ConditionValue(msgspec.Struct, frozen=True):
     holds: bool | None
     """None: unknown."""
     reason: str
@@ -64,33 +64,33 @@ def status_of(
     """The whole status.
 
     Args:
-        job: what the run is; None: there is none that could run.
-        ended: it is over from now on.
-        stopping: why its state is being saved.
-        suspended: nothing of it runs, as a person wants it.
-        held: nothing of it runs: why it has to wait.
+        job: the job as `reconcile.current` has it; None: the object cannot run.
+        ended: how the job has ended; None: it has not.
+        stopping: why its state is being saved or its pods are being deleted; None: neither is happening.
+        suspended: whether nothing of it runs because a person suspended it.
+        held: why it has to wait while nothing of it runs; None: it does not wait.
     """
     suspended = suspended or held is not None
-    # Begun from what was written before: where a coordinator does not answer, its last figures stay, and
-    # nothing becomes 0 that is only unknown.
+    # Starts from the status that was written before: while a coordinator does not answer its last figures stay, and a
+    # figure that is only unknown does not become 0.
     before = seen.status
-    words = _words(seen, job, ended, suspended)
+    values = _condition_values(seen, job, ended, suspended)
     if held is not None:
-        words[Is.SUSPENDED] = _Word(True, QUEUED, held)
+        values[Is.SUSPENDED] = _ConditionValue(True, QUEUED, held)
     known = {one.type: one for one in before.conditions}
-    conditions = tuple(_condition(known.get(type_), type_, word, seen) for type_, word in words.items())
-    # The next run is started with what the object says then.
+    conditions = tuple(_condition(known.get(type_), type_, value, seen) for type_, value in values.items())
+    # The next run starts with the spec that the object has by then, so the bounds of this one do not apply to it.
     run = None if suspended or ended is not None else seen.accepted
     counts = _counts(seen, job) if ended is None or job is None else _no_counts(job)
     termination_message = None if ended is None else ended.termination_message
-    state = "Queued" if held is not None else _state(seen, words, ended, stopping, suspended)
-    said = seen.said
+    state = "Queued" if held is not None else _state(seen, values, ended, stopping, suspended)
+    report = seen.said
     coordinator = _newest_coordinator(seen)
     return msgspec.structs.replace(
         before,
         observed_generation=seen.generation,
         state=state,
-        reason=_reason(words, ended, stopping or held),
+        reason=_reason(values, ended, stopping or held),
         selector=None
         if job is None
         else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
@@ -102,16 +102,20 @@ def status_of(
         completion_time=timestamp(seen.now_s) if ended is not None else before.completion_time,
         conditions=conditions,
         nodes=counts,
-        progress=_progress(said, termination_message, before.progress),
-        saved=_saved(said, ended, before.saved),
+        progress=_progress(report, termination_message, before.progress),
+        saved=_saved(report, ended, before.saved),
         incidents=before.incidents
-        if said is None
-        else IncidentCounts(total=said.incidents, open=said.open_incidents, last=said.last_incident),
+        if report is None
+        else IncidentCounts(total=report.incidents, open=report.open_incidents, last=report.last_incident),
     )
 
 
 def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float) -> JobStatus:
-    """The status of a job whose run begins now: nothing that was said of the one before holds of it."""
+    """The status of a job whose run begins now, without what applied to the run before.
+
+    Args:
+        run, term, next_number: the new run's counters.
+    """
     conditions = tuple(
         msgspec.structs.replace(
             one,
@@ -131,14 +135,14 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         next_number=next_number,
         start_time=timestamp(now_s),
         progress=None,
-        # The run before may have been resized: this one begins with what the object says.
+        # The run before may have been resized; this one begins with the size in the object.
         nodes=None,
         asked_nodes=None,
         asking_nodes=None,
         fewest=None,
         most=None,
         conditions=conditions,
-        # The tries before it are remembered: each is longer than the one before.
+        # The number of tries is kept, because the pause grows with each.
         waiting=None if status.waiting is None else msgspec.structs.replace(status.waiting, until=None),
     )
 
@@ -146,54 +150,61 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
 # ------------------------------------------------------------ conditions
 
 
-def _words(seen: Observed, job: HoldfastJob | None, ended: JobEnd | None, suspended: bool) -> dict[Is, _Word]:
-    words = {Is.ACCEPTED: _accepted(seen)}
+def _condition_values(
+    seen: Observed, job: HoldfastJob | None, ended: JobEnd | None, suspended: bool
+) -> dict[Is, _ConditionValue]:
+    values = {Is.ACCEPTED: _accepted(seen)}
     if job is None:
-        return words
+        return values
     if job.queue:
-        words[Is.QUOTA_RESERVED] = _quota_reserved(seen, job)
+        values[Is.QUOTA_RESERVED] = _quota_reserved(seen, job)
     pods = [pod for pod in seen.pods if not pod.coordinator and pod.stays]
-    # What is over is known: these are False and not Unknown, so that nobody waits for them to become True.
+    # False and not Unknown once the job is over or suspended, so that nobody waits for them to become True.
     quiet = "Suspended" if suspended else "Ended"
     if suspended or ended is not None:
         for type_ in (Is.SCHEDULED, Is.COORDINATOR_READY, Is.TRAINING, Is.FULL_STRENGTH, Is.SPARES_READY):
-            words[type_] = _Word(False, quiet)
+            values[type_] = _ConditionValue(False, quiet)
     else:
-        words[Is.SCHEDULED] = _scheduled(seen, pods)
-        words[Is.COORDINATOR_READY] = _coordinator_ready(seen)
-        words[Is.TRAINING] = _training(seen)
-        words[Is.FULL_STRENGTH] = _full_strength(seen, job)
-        words[Is.SPARES_READY] = _spares_ready(seen, job)
-    words[Is.STATE_SAVED] = _state_saved(seen) if ended is None else _state_left(seen, ended)
+        values[Is.SCHEDULED] = _scheduled(seen, pods)
+        values[Is.COORDINATOR_READY] = _coordinator_ready(seen)
+        values[Is.TRAINING] = _training(seen)
+        values[Is.FULL_STRENGTH] = _full_strength(seen, job)
+        values[Is.SPARES_READY] = _spares_ready(seen, job)
+    values[Is.STATE_SAVED] = _state_saved(seen) if ended is None else _state_left(seen, ended)
     asks = seen.said.asks if seen.said is not None else ()
-    words[Is.ATTENTION_NEEDED] = _Word(bool(asks), "PersonAsked" if asks else "NothingAsked", "; ".join(asks))
-    words[Is.SUSPENDED] = _Word(suspended, "Suspended" if suspended else "NotSuspended")
-    words[Is.COMPLETE], words[Is.FAILED] = _Word(False, "NotFinished"), _Word(False, "NotFailed")
+    values[Is.ATTENTION_NEEDED] = _ConditionValue(
+        bool(asks), "PersonAsked" if asks else "NothingAsked", "; ".join(asks)
+    )
+    values[Is.SUSPENDED] = _ConditionValue(suspended, "Suspended" if suspended else "NotSuspended")
+    values[Is.COMPLETE], values[Is.FAILED] = (
+        _ConditionValue(False, "NotFinished"),
+        _ConditionValue(False, "NotFailed"),
+    )
     if ended is not None and ended.failed is None:
-        words[Is.COMPLETE] = _Word(True, "Finished", ended.message)
+        values[Is.COMPLETE] = _ConditionValue(True, "Finished", ended.message)
     elif ended is not None and ended.failed is not None:
-        words[Is.FAILED] = _Word(True, ended.failed, ended.message)
-    return words
+        values[Is.FAILED] = _ConditionValue(True, ended.failed, ended.message)
+    return values
 
 
-def _accepted(seen: Observed) -> _Word:
+def _accepted(seen: Observed) -> _ConditionValue:
     if seen.problems:
-        told = "; ".join(map(str, seen.problems))
+        problems = "; ".join(map(str, seen.problems))
         running = "; the run goes on as it was accepted" if seen.accepted is not None else ""
-        return _Word(False, "InvalidSpec", told + running)
+        return _ConditionValue(False, "InvalidSpec", problems + running)
     if seen.refused is not None:
-        return _Word(False, "PodRejected", seen.refused)
+        return _ConditionValue(False, "PodRejected", seen.refused)
     if changed := _changed(seen):
-        return _Word(
+        return _ConditionValue(
             True, "SpecChanged", f"{changed} changed: it applies after spec.runPolicy.suspend and back"
         )
     if seen.refused_resize is not None:
-        return _Word(False, "ResizeRefused", _refused_size(seen))
-    return _Word(True, "Valid")
+        return _ConditionValue(False, "ResizeRefused", _refused_size(seen))
+    return _ConditionValue(True, "Valid")
 
 
 def _refused_size(seen: Observed) -> str:
-    """In the words of those who wrote the object: the coordinator's own are about options of the command line."""
+    """The refusal in terms of the object's fields: the coordinator's message names command-line options instead."""
     if seen.accepted is None or seen.job is None:
         return seen.refused_resize or ""
     low, high, asked = seen.accepted.spec.fewest, seen.accepted.spec.nodes, seen.job.spec.nodes
@@ -210,21 +221,21 @@ def _refused_size(seen: Observed) -> str:
     )
 
 
-def _quota_reserved(seen: Observed, job: HoldfastJob) -> _Word:
+def _quota_reserved(seen: Observed, job: HoldfastJob) -> _ConditionValue:
     if seen.workloads is None:
-        return _Word(None, "WorkloadsUnknown", seen.no_workloads)
+        return _ConditionValue(None, "WorkloadsUnknown", seen.no_workloads)
     base, more = queues.base_of(seen), queues.further(seen)
     if base is None:
-        return _Word(False, "NotAsked")
-    told = f"{base.name} in the queue {base.queue}"
+        return _ConditionValue(False, "NotAsked")
+    message = f"{base.name} in the queue {base.queue}"
     if not base.grants:
-        # Kueue's own words: which quota is missing, or that there is no such queue.
+        # Kueue's message says which quota is missing, or that the queue does not exist.
         reason = "Evicted" if base.evicted else "Pending" if base.active else "Inactive"
-        return _Word(False, reason, f"{told}: {base.why_not or 'Kueue has not decided'}")
+        return _ConditionValue(False, reason, f"{message}: {base.why_not or 'Kueue has not decided'}")
     if more:
-        told += f", and {sum(one.grants for one in more)} of {len(more)} further nodes"
+        message += f", and {sum(one.grants for one in more)} of {len(more)} further nodes"
     waits = next((f"; {one.name}: {one.why_not}" for one in more if one.why_not and not one.grants), "")
-    return _Word(True, "Admitted", told + waits)
+    return _ConditionValue(True, "Admitted", message + waits)
 
 
 def _changed(seen: Observed) -> str:
@@ -241,38 +252,39 @@ def _changed(seen: Observed) -> str:
     return ", ".join(changed)
 
 
-def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _Word:
+def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _ConditionValue:
     unbound = sorted((pod for pod in pods if pod.machine is None), key=lambda pod: pod.number)
     waiting = sorted((pod for pod in pods if pod.waits and pod.machine), key=lambda pod: pod.number)
     if not pods:
-        return _Word(False, "NoPods")
+        return _ConditionValue(False, "NoPods")
     bound = f"{len(pods) - len(unbound)} of {len(pods)} pods have a machine"
     for pod in unbound:
         if pod.unschedulable:
-            told = f"{bound}; {pod.name}: {pod.waits}{_why_not_there(pod, pods)}"
-            return _Word(False, "Unschedulable", told)
+            message = f"{bound}; {pod.name}: {pod.waits}{_why_not_there(pod, pods)}"
+            return _ConditionValue(False, "Unschedulable", message)
         if pod.waits:
-            return _Word(False, "SchedulingGated", f"{bound}; {pod.name}: {pod.waits}")
+            return _ConditionValue(False, "SchedulingGated", f"{bound}; {pod.name}: {pod.waits}")
     if unbound:
-        return _Word(False, "Pending", bound)
+        return _ConditionValue(False, "Pending", bound)
     if waiting:
-        return _Word(True, "ContainersWait", f"{waiting[0].name}: {waiting[0].waits}")
-    return _Word(True, "AllBound")
+        return _ConditionValue(True, "ContainersWait", f"{waiting[0].name}: {waiting[0].waits}")
+    return _ConditionValue(True, "AllBound")
 
 
 def _why_not_there(pod: PodSeen, pods: Sequence[PodSeen]) -> str:
-    """Kueue knows neither which machines a job avoids, nor that its nodes are to be apart."""
+    """Why the machine that Kueue chose does not do: Kueue knows neither which machines a job avoids nor that its nodes must
+    be on different ones. Empty: Kueue has chosen none."""
     if not pod.chosen:
         return ""
-    told = f"; Kueue has chosen {pod.chosen}"
+    chosen = f"; Kueue has chosen {pod.chosen}"
     if pod.chosen in pod.avoids:
-        return f"{told}, which the job avoids"
+        return f"{chosen}, which the job avoids"
     if others := [one.name for one in pods if one.name != pod.name and one.chosen == pod.chosen]:
         return (
-            f"{told}, and for {others[0]} as well: ask for more than half of a machine for each node, or set "
+            f"{chosen}, and for {others[0]} as well: ask for more than half of a machine for each node, or set "
             "spec.topology.onePerNode to false"
         )
-    return told
+    return chosen
 
 
 def _coordinator_seen(seen: Observed, pod: PodSeen) -> CoordinatorSeen:
@@ -281,91 +293,95 @@ def _coordinator_seen(seen: Observed, pod: PodSeen) -> CoordinatorSeen:
     return CoordinatorSeen(pod=pod.name, address=pod.address, restarts=restarts)
 
 
-def _coordinator_ready(seen: Observed) -> _Word:
+def _coordinator_ready(seen: Observed) -> _ConditionValue:
     pod = _newest_coordinator(seen)
     if seen.said is not None:
-        return _Word(True, "Answers", f"term {seen.said.term}")
+        return _ConditionValue(True, "Answers", f"term {seen.said.term}")
     if (lost := why_lost(seen)) is not None:
-        return _Word(False, "Lost", f"{lost}; another one takes over")
+        return _ConditionValue(False, "Lost", f"{lost}; another one takes over")
     if pod is None or not pod.stays:
-        return _Word(False, "Starting" if pod is None else "TakingOver")
+        return _ConditionValue(False, "Starting" if pod is None else "TakingOver")
     if pod.phase == "Pending":
         if pod.waits:
             reason = "CannotStart" if pod.machine is not None else "Unschedulable"
-            return _Word(False, reason, f"{pod.name}: {pod.waits}")
-        return _Word(False, "Starting")
-    # It may well decide: agents reach it by another way than the operator.
-    return _Word(None, "Unreachable", f"{pod.name} does not answer the operator")
+            return _ConditionValue(False, reason, f"{pod.name}: {pod.waits}")
+        return _ConditionValue(False, "Starting")
+    # Unknown and not False: agents reach it by another network path than the operator, so it may well be working.
+    return _ConditionValue(None, "Unreachable", f"{pod.name} does not answer the operator")
 
 
-def _training(seen: Observed) -> _Word:
+def _training(seen: Observed) -> _ConditionValue:
     if seen.said is None:
-        return _Word(None, "Unreachable")
+        return _ConditionValue(None, "Unreachable")
     match seen.said.phase:
         case "running":
-            return _Word(True, "StepsAdvance" if seen.said.step else "Begun")
+            return _ConditionValue(True, "StepsAdvance" if seen.said.step else "Begun")
         case "breaking":
-            return _Word(False, "Recovering")
+            return _ConditionValue(False, "Recovering")
         case "gathering":
-            return _Word(False, "Recovering" if seen.said.step else "Starting")
+            return _ConditionValue(False, "Recovering" if seen.said.step else "Starting")
         case _:
-            return _Word(False, "Stopping")
+            return _ConditionValue(False, "Stopping")
 
 
-def _full_strength(seen: Observed, job: HoldfastJob) -> _Word:
+def _full_strength(seen: Observed, job: HoldfastJob) -> _ConditionValue:
     if seen.said is None:
-        return _Word(None, "Unreachable")
+        return _ConditionValue(None, "Unreachable")
     training = _number(seen.said, trains=True)
     wanted = job.spec.nodes
     if seen.refused_resize is not None and seen.accepted is not None:
         wanted = seen.accepted.spec.nodes  # the size that is asked for is not the run's
-    told = f"{training} of {wanted} nodes train"
-    return _Word(training >= wanted, "AllNodesTrain" if training >= wanted else "Shrunk", told)
+    message = f"{training} of {wanted} nodes train"
+    return _ConditionValue(training >= wanted, "AllNodesTrain" if training >= wanted else "Shrunk", message)
 
 
-def _spares_ready(seen: Observed, job: HoldfastJob) -> _Word:
+def _spares_ready(seen: Observed, job: HoldfastJob) -> _ConditionValue:
     if seen.said is None:
-        return _Word(None, "Unreachable")
+        return _ConditionValue(None, "Unreachable")
     there = _number(seen.said, trains=False)
-    told = f"{there} of {job.spec.spares} spares"
-    return _Word(there >= job.spec.spares, "AllThere" if there >= job.spec.spares else "SpareMissing", told)
+    message = f"{there} of {job.spec.spares} spares"
+    return _ConditionValue(
+        there >= job.spec.spares, "AllThere" if there >= job.spec.spares else "SpareMissing", message
+    )
 
 
-def _state_saved(seen: Observed) -> _Word:
+def _state_saved(seen: Observed) -> _ConditionValue:
     if seen.said is None:
-        return _Word(None, "Unreachable")
+        return _ConditionValue(None, "Unreachable")
     where = seen.said.checkpoint or seen.said.snapshot
-    return _Word(where is not None, "Saved" if where else "NothingYet", where or "")
+    return _ConditionValue(where is not None, "Saved" if where else "NothingYet", where or "")
 
 
-def _state_left(seen: Observed, ended: JobEnd) -> _Word:
-    """Of a job that is over. Its nodes' memory is gone with them: a durable checkpoint stays, and nothing else."""
+def _state_left(seen: Observed, ended: JobEnd) -> _ConditionValue:
+    """What is left of a job that is over: a durable checkpoint at most, since the snapshots were in its nodes' memory."""
     left = _saved(seen.said, ended, seen.status.saved)
     if left is not None and left.checkpoint is not None:
-        return _Word(True, "Saved", left.checkpoint)
-    return _Word(False, "NothingLeft", "no durable checkpoint")
+        return _ConditionValue(True, "Saved", left.checkpoint)
+    return _ConditionValue(False, "NothingLeft", "no durable checkpoint")
 
 
 def _saved(
-    said: CoordinatorReport | None, ended: JobEnd | None, before: SavedState | None
+    report: CoordinatorReport | None, ended: JobEnd | None, before: SavedState | None
 ) -> SavedState | None:
     if ended is not None:
-        # Its last words first. An older coordinator says nothing there, and the operator may have heard it before.
-        heard = (ended.termination_message, said, before)
-        return SavedState(checkpoint=next((one.checkpoint for one in heard if one and one.checkpoint), None))
-    return before if said is None else SavedState(snapshot=said.snapshot, checkpoint=said.checkpoint)
+        # The termination message first. An older coordinator's has no checkpoint, but a report may have named one before.
+        sources = (ended.termination_message, report, before)
+        return SavedState(
+            checkpoint=next((one.checkpoint for one in sources if one and one.checkpoint), None)
+        )
+    return before if report is None else SavedState(snapshot=report.snapshot, checkpoint=report.checkpoint)
 
 
-def _condition(old: JobCondition | None, type_: Is, word: _Word, seen: Observed) -> JobCondition:
-    status = _STATUS[word.holds]
-    # By the status alone: a message may change at every look, and a transition time that moved with it would
-    # say that a job was never in one state for long.
+def _condition(old: JobCondition | None, type_: Is, value: _ConditionValue, seen: Observed) -> JobCondition:
+    status = _STATUS[value.holds]
+    # By the status alone: a message may change at every look, and if the transition time changed with it, no condition
+    # would ever appear to have lasted.
     same = old is not None and old.status == status
     return JobCondition(
         type=type_.value,
         status=status,  # type: ignore[arg-type]  # one of the three
-        reason=word.reason,
-        message=word.message[:MESSAGE_CHARS],
+        reason=value.reason,
+        message=value.message[:MESSAGE_CHARS],
         last_transition_time=old.last_transition_time if same and old is not None else timestamp(seen.now_s),
         observed_generation=seen.generation,
     )
@@ -374,14 +390,14 @@ def _condition(old: JobCondition | None, type_: Is, word: _Word, seen: Observed)
 _STATUS = {True: "True", False: "False", None: "Unknown"}
 
 
-# ------------------------------------------------------------ figures and words
+# ------------------------------------------------------------ figures and messages
 
 
 def _counts(seen: Observed, job: HoldfastJob | None) -> NodeCounts | None:
     if job is None:
         return None
-    # The coordinator's word, and not the pod's phase: a pod of a machine that was cut off stays Running for
-    # minutes after the job has gone on without it.
+    # By the coordinator's orders and not by the pod's phase: a pod on a machine that was cut off stays Running for
+    # minutes after the job has continued without it.
     lost = frozenset(
         one.node
         for one in (seen.said.orders if seen.said else ())
@@ -410,7 +426,7 @@ def _counts(seen: Observed, job: HoldfastJob | None) -> NodeCounts | None:
 
 
 def _no_counts(job: HoldfastJob) -> NodeCounts:
-    """Of a job that is over. What is left of its pods trains no more, and nobody counts it afterwards."""
+    """The counts of a job that is over, all 0: its remaining pods do not train, and the status is not updated as they go."""
     return NodeCounts(
         summary=f"0/{job.spec.nodes}",
         wanted=job.spec.wanted,
@@ -423,26 +439,26 @@ def _no_counts(job: HoldfastJob) -> NodeCounts:
     )
 
 
-def _number(said: CoordinatorReport, trains: bool) -> int:
-    return sum(node.alive and not node.leaves and node.trains == trains for node in said.nodes.values())
+def _number(report: CoordinatorReport, trains: bool) -> int:
+    return sum(node.alive and not node.leaves and node.trains == trains for node in report.nodes.values())
 
 
 def _progress(
-    said: CoordinatorReport | None,
+    report: CoordinatorReport | None,
     termination_message: TerminationMessage | None,
     before: TrainingProgress | None,
 ) -> TrainingProgress | None:
     if termination_message is not None and termination_message.step is not None:
-        # The operator has heard of a step some seconds before the end, and the last one was committed then.
+        # The last report may be some seconds older than the end, and further steps were committed in between.
         return msgspec.structs.replace(before or TrainingProgress(), step=termination_message.step)
-    if said is None:
+    if report is None:
         return before
-    step = said.step if said.step is not None else (before.step if before is not None else None)
+    step = report.step if report.step is not None else (before.step if before is not None else None)
     return TrainingProgress(
         step=step,
-        loss=None if said.loss is None else f"{said.loss:.6g}",
-        goodput=None if said.goodput is None else f"{said.goodput:.1%}",
-        level=said.level,
+        loss=None if report.loss is None else f"{report.loss:.6g}",
+        goodput=None if report.goodput is None else f"{report.goodput:.1%}",
+        level=report.level,
     )
 
 
@@ -451,7 +467,11 @@ def _newest_coordinator(seen: Observed) -> PodSeen | None:
 
 
 def _state(
-    seen: Observed, words: dict[Is, _Word], ended: JobEnd | None, stopping: str | None, suspended: bool
+    seen: Observed,
+    values: dict[Is, _ConditionValue],
+    ended: JobEnd | None,
+    stopping: str | None,
+    suspended: bool,
 ) -> str:
     if ended is not None:
         return "Failed" if ended.failed else "Succeeded"
@@ -459,26 +479,26 @@ def _state(
         return "Suspended"
     if stopping is not None:
         return "Stopping"
-    if Is.TRAINING not in words:
+    if Is.TRAINING not in values:
         return "Rejected"
-    if words[Is.TRAINING].holds:
-        full = words[Is.FULL_STRENGTH].holds and words[Is.SPARES_READY].holds
+    if values[Is.TRAINING].holds:
+        full = values[Is.FULL_STRENGTH].holds and values[Is.SPARES_READY].holds
         return "Running" if full else "Degraded"
-    # A job that trained and whose coordinator is not reached may well train on. It is Unknown: Starting would
-    # tell a program that nothing was done yet.
-    if words[Is.TRAINING].holds is None:
+    # A job that has trained and whose coordinator cannot be reached may still be training, so it is Unknown: Starting
+    # would tell a program that nothing has been done yet.
+    if values[Is.TRAINING].holds is None:
         trained = seen.status.progress is not None and seen.status.progress.step is not None
         return "Unknown" if trained else "Starting" if seen.status.run else "Pending"
-    return words[Is.TRAINING].reason
+    return values[Is.TRAINING].reason
 
 
-def _reason(words: dict[Is, _Word], ended: JobEnd | None, stopping: str | None) -> str:
-    """The first thing that is not as it should be."""
+def _reason(values: dict[Is, _ConditionValue], ended: JobEnd | None, stopping: str | None) -> str:
+    """The end, the reason to stop, or else the first condition that does not hold; empty: all hold."""
     if ended is not None:
         return ended.message[:MESSAGE_CHARS]
     if stopping is not None:
         return stopping
-    # Each of these needs the one before it, so the first that does not hold is the cause of the others.
+    # Each of these conditions needs the one before it, so the first that does not hold explains the others.
     for type_ in (
         Is.ACCEPTED,
         Is.QUOTA_RESERVED,
@@ -487,42 +507,42 @@ def _reason(words: dict[Is, _Word], ended: JobEnd | None, stopping: str | None) 
         Is.TRAINING,
         Is.FULL_STRENGTH,
     ):
-        word = words.get(type_)
-        if word is not None and not word.holds:
-            return (f"{word.reason}: {word.message}" if word.message else word.reason)[:MESSAGE_CHARS]
+        value = values.get(type_)
+        if value is not None and not value.holds:
+            return (f"{value.reason}: {value.message}" if value.message else value.reason)[:MESSAGE_CHARS]
     return ""
 
 
 # ------------------------------------------------------------ the size that the object asks its coordinator for
-# Who changed the size last has it: the object says something only when it has changed since the coordinator was asked the last
-# time. A `holdfast resize` in between stands.
+# The last change of the size wins. The object's size is sent only when it differs from the one that was sent last, so a
+# `holdfast resize` in between stays in effect.
 
 
 def asked_nodes(seen: Observed, job: HoldfastJob) -> int:
-    """The size that the coordinator was asked for the last time, as far as is known."""
+    """The size that was last requested from the coordinator, as far as is known; else that of the run's start."""
     accepted = seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
-    told = (seen.asked_nodes, seen.status.asked_nodes)
-    return next((nodes for nodes in told if nodes is not None), accepted)
+    recorded = (seen.asked_nodes, seen.status.asked_nodes)
+    return next((nodes for nodes in recorded if nodes is not None), accepted)
 
 
 def size_to_ask(seen: Observed, job: HoldfastJob) -> int | None:
-    """What the coordinator is to be asked for; None: it was.
+    """The size to request from the coordinator; None: it has been requested already.
 
-    It is written into the status first. An operator that is killed between the question and its record would leave another
-    size with the coordinator than the next operator believes, and an object that is changed back would change nothing.
+    The status records it before the request is sent. If an operator were killed between a request and its record, the next one
+    would assume another size than the coordinator has, and changing the object back would have no effect.
     """
-    # Asked for, perhaps by an operator before this one, and nobody has written down that it was heard.
+    # Recorded, perhaps by an operator before this one, without a record that the request was answered.
     unsure = seen.asked_nodes is None and seen.status.asking_nodes is not None
     return job.spec.nodes if unsure or job.spec.nodes != asked_nodes(seen, job) else None
 
 
-# ------------------------------------------------------------ news: what people should hear of
-# Decided from two statuses that were written one after the other, and not from what an operator remembers. So an operator that
-# takes over tells nothing a second time.
+# ------------------------------------------------------------ news: changes that people should learn of
+# Decided from two statuses that were written one after the other, and not from an operator's memory. So an operator that takes
+# over reports nothing twice.
 
 
 class JobNews(msgspec.Struct, frozen=True):
-    """An Event, without its time."""
+    """A Kubernetes Event, without its time."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -531,7 +551,7 @@ class JobNews(msgspec.Struct, frozen=True):
 
 
 def news(before: JobStatus, after: JobStatus) -> Iterator[JobNews]:
-    """In the order in which they are to be read."""
+    """Events for what changed between two statuses, in the order in which they should be read."""
     if after.run is not None and after.run != before.run:
         yield JobNews("Normal", "Started", f"run {after.run} begins")
     for type_ in (Is.ACCEPTED, Is.QUOTA_RESERVED, Is.SCHEDULED, Is.COORDINATOR_READY, Is.ATTENTION_NEEDED):
@@ -555,7 +575,7 @@ def news(before: JobStatus, after: JobStatus) -> Iterator[JobNews]:
     if after.holds(Is.FAILED) and not before.holds(Is.FAILED):
         failed = after.condition(Is.FAILED)
         assert failed is not None
-        # A person who stops a job knows it.
+        # No warning for a job that a person has stopped.
         yield JobNews(
             "Normal" if failed.reason == "Stopped" else "Warning",
             failed.reason if failed.reason == "Stopped" else "Failed",
@@ -575,7 +595,7 @@ def _of_condition(type_: Is, now: JobCondition) -> Iterator[JobNews]:
             yield JobNews("Warning", now.reason, now.message)
         case Is.SCHEDULED, _, "Unschedulable":
             yield JobNews("Warning", now.reason, now.message)
-        # The kubelet's words: an image that cannot be pulled, a Secret that is missing, a container that ends at once.
+        # The kubelet's message: an image that cannot be pulled, a missing Secret, or a container that ends at once.
         case Is.SCHEDULED, _, "ContainersWait":
             yield JobNews("Warning", "CannotStart", now.message)
         case Is.COORDINATOR_READY, "False", "CannotStart" | "Unschedulable":
@@ -590,7 +610,7 @@ def _of_incidents(before: JobStatus, after: JobStatus) -> Iterator[JobNews]:
     then, now = before.incidents, after.incidents
     if now is None:
         return
-    # Without a number that was known before, nothing tells how many of them are new. A run's counter begins at 0.
+    # Incidents are counted per run from 0, so the previous total counts only if it is of the same run.
     known = then.total if then is not None and before.run == after.run else 0
     new = (now.total or 0) - (known or 0)
     if new > 0 and now.last is not None:

@@ -1,7 +1,8 @@
-"""Which of a job's pods are lost although they are there, and which are there although they look lost. Pure.
+"""Decides which of a job's pods are lost although they exist, and which exist although they look lost. Pure.
 
-A coordinator that the operator cannot reach may serve the job; a node whose agent ended may come back with all that it had in memory;
-a pod that the watch does not show may train. A wrong answer costs the job a restart, or its only copies of a state.
+A coordinator that the operator cannot reach may still serve the job, a node whose agent ended may come back with everything it
+had in memory, and a pod that the watch does not show may be training. A wrong decision costs the job a restart, or its only
+copies of a state.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.network.endpoint import Hearing
 
 # ------------------------------------------------------------ a coordinator
-# That the operator cannot reach it proves nothing: the cut may be on the operator's side, and the job may train on. So somebody else
-# has to say the same: the kubelet of its machine, which is silent, or most of the nodes, which have lost it.
+# If only the operator cannot reach it, that proves nothing: the network cut may be on the operator's side while the job trains.
+# So a second source has to confirm it: the kubelet of its machine is silent as well, or most of the nodes have lost the
+# coordinator.
 
 VOTERS = 31
-"""Nodes that are asked at a time: a job of thousands must not be asked as a whole. An odd number has no tie."""
+"""Number of nodes that are asked at a time, so that a job of thousands is not asked as a whole. Odd, so that there is no tie."""
 MISSED_S = 4.0
-"""So long nodes must have missed it at least: a process that dies is started again in its container within a second or two."""
+"""Seconds for which nodes must have missed it, at least: a process that dies is restarted in its container within 1 or 2 s."""
 START_S = 30.0
-"""The same for a coordinator that may only have begun to start, in its place or in a new pod."""
+"""The same for a coordinator that may only just be starting, in its container or in a new pod."""
 UNHEARD_S = 60.0
-"""So long nobody at all may reach a coordinator. Nodes may be busy for a while with the checks before they join."""
+"""Seconds for which a coordinator may be reached by nobody at all. Nodes may be busy with checks for a while before they join."""
 LAST_WORD_S = 300.0
-"""The same where no node runs: the job may be over, and the coordinator about to say so."""
+"""The same if no node runs: the job may be over, and the coordinator about to report it."""
 
 
 def why_lost(seen: Observed) -> str | None:
-    """For people. None: it is not lost, or nothing is known."""
+    """Why the coordinator counts as lost, for people; None: it is not lost, or that is not known."""
     pod = newest_of(seen.pods, seen.status.term)
     if seen.said is not None or pod is None or pod.ended:
         return None
-    # Also where it never started: until Kubernetes calls a machine not ready, its scheduler binds pods to it.
+    # Applies even if it never started: the scheduler binds pods to a dead machine until Kubernetes calls that not ready.
     machine = seen.machines.get(pod.machine or "")
     if machine is not None and not machine.ready:
         return "its machine does not answer"
     if not _runs(pod):
-        # What does not run is the kubelet's to start. What keeps it from that would do so elsewhere, too.
+        # Starting it is up to the kubelet. Whatever prevents that here would prevent it on another machine as well.
         return None
     if _vote_s(seen, pod) == 0:
         return "most nodes have lost it"
@@ -54,7 +56,8 @@ def why_lost(seen: Observed) -> str | None:
 
 
 def loss_look_again_s(seen: Observed) -> float | None:
-    """After how long most nodes may have missed it for long enough. None: they have, or most do not miss it."""
+    """Seconds until most nodes may have missed the coordinator for long enough; None: they have already, or most do not miss
+    it."""
     pod = newest_of(seen.pods, seen.status.term)
     if seen.said is not None or pod is None or pod.ended or not _runs(pod):
         return None
@@ -67,16 +70,19 @@ def newest_of(pods: tuple[PodSeen, ...], term: int | None) -> PodSeen | None:
 
 
 def voters(pods: tuple[PodSeen, ...], run: int | None) -> list[PodSeen]:
-    """The nodes of this run that can say whether they hear it."""
+    """The nodes of this run that can be asked whether they have a connection to the coordinator."""
     nodes = (pod for pod in pods if not pod.coordinator and pod.run == run and pod.stays)
     return [pod for pod in nodes if pod.ready and pod.address is not None]
 
 
 def heard_restarts(seen: Observed, coordinator: PodSeen) -> int | None:
-    """How often its container had been started anew when it last answered; None: it never did. It is in the status, since the operator
-    that heard it may be lost with it, on the same machine."""
-    heard = seen.status.coordinator
-    return heard.restarts if heard is not None and heard.pod == coordinator.name else None
+    """How often the coordinator's container had been restarted when it last answered; None: it never answered.
+
+    Read from the status, because the operator that received the answer may be lost together with the coordinator, on the same
+    machine.
+    """
+    recorded = seen.status.coordinator
+    return recorded.restarts if recorded is not None and recorded.pod == coordinator.name else None
 
 
 def _runs(coordinator: PodSeen) -> bool:
@@ -84,23 +90,26 @@ def _runs(coordinator: PodSeen) -> bool:
 
 
 def _vote_s(seen: Observed, coordinator: PodSeen) -> float | None:
-    """After how long more than half of the nodes that were asked have missed it for long enough, if nothing changes; 0: they have."""
+    """Seconds until more than half of the nodes that were asked will have missed the coordinator for long enough, if nothing
+    changes; 0: they have; None: most of them do not miss it."""
     if seen.job is None:
         return None
     patience_s = max(MISSED_S, 2 * seen.job.spec.timing.detection_s)
     if coordinator.restarts != heard_restarts(seen, coordinator):
         patience_s = max(patience_s, START_S)
-    # Nodes beside it are lost together with its machine. Their silence would count for a coordinator that is gone.
+    # Nodes on its own machine are lost together with it. If their silence counted as an answer, it would count in favour of
+    # a coordinator that is gone.
     beside = {pod.name for pod in seen.pods if pod.machine == coordinator.machine}
     asked = [one for name, one in seen.hearings.items() if one is not None or name not in beside]
     left_s = sorted(x for one in asked if (x := _vote_left_s(one, seen, coordinator, patience_s)) is not None)
-    # Of two halves of a cut cluster at most one has more than half of the nodes.
+    # If the cluster is cut in two, at most one side has more than half of the nodes.
     most = len(asked) // 2 + 1
     return left_s[most - 1] if len(left_s) >= most else None
 
 
 def _is_unheard(seen: Observed, coordinator: PodSeen) -> bool:
-    """This operator asks it in vain, and no node has joined. So it serves nobody, and its end costs nothing."""
+    """Whether it has not answered this operator for long and no node has joined. Then it serves nobody, and ending it costs
+    nothing."""
     nodes = [pod for pod in seen.pods if not pod.coordinator and pod.run == coordinator.run]
     tries = any(pod.phase == "Failed" or (pod.phase == "Running" and pod.waits is None) for pod in nodes)
     limit_s = UNHEARD_S if tries else LAST_WORD_S
@@ -110,65 +119,66 @@ def _is_unheard(seen: Observed, coordinator: PodSeen) -> bool:
 def _vote_left_s(
     one: Hearing | None, seen: Observed, coordinator: PodSeen, patience_s: float
 ) -> float | None:
-    """After how long this node has missed it for long enough; None: it does not miss it, as far as is known."""
+    """Seconds until this node has missed the coordinator for long enough; None: it does not miss it, as far as is known."""
     if one is None or one.missing_s is None:
         return None
     if one.term == coordinator.number:
         return max(0.0, patience_s - one.missing_s)
-    # It never met this term, and may miss the one before. A coordinator that has just begun to start would be followed by
-    # another one at once, and that one by the next.
+    # This node has never been connected to this term's coordinator, and may be missing the one before. Counted in full, its
+    # vote would replace a coordinator that is only just starting, and then the next one, and so on.
     return max(0.0, max(patience_s, START_S) - min(one.missing_s, seen.silent_s))
 
 
-# ------------------------------------------------------------ nodes whose agent ends again and again before it joins
-# If agents of the job work elsewhere, the machine is at fault: another one is asked for, and the pod that crashes goes when its
-# replacement has a machine. If no agent of the job works anywhere, the image or the script is at fault: no machine is blamed,
-# and a job that has not trained ends.
+# ------------------------------------------------------------ nodes whose agent crashes repeatedly before it joins
+# If agents of the job work elsewhere, the machine is at fault: a replacement is requested, and the crashing pod is deleted once
+# that has a machine. If no agent of the job works anywhere, the image or the script is at fault: no machine is blamed, and a job
+# that has not trained ends.
 
 RESTARTS_OF_A_MACHINE = 3
-"""So often the kubelet starts an agent anew before another machine is asked for: about 30 seconds, by the kubelet's back-off."""
+"""Restarts of an agent by the kubelet before another machine is requested: about 30 s with the kubelet's back-off."""
 RESTARTS_OF_A_JOB = 5
-"""So often before a job ends of which no agent works: about three minutes. A failure that passes, as of a network that is not
-there yet, is over by then."""
+"""Restarts before a job ends of which no agent works: about three minutes, in which a temporary failure, such as a network that
+is not up yet, will have passed."""
 NO_HOLDFAST = re.compile(
     """No module named '?holdfast|exec: ".*(executable file not found|no such file or directory)"""
 )
-"""What Python and container runtimes say of an image that lacks Holdfast, or Python. A mount that is missing is another matter."""
+"""Messages of Python and of container runtimes for an image without Holdfast or without Python. They do not include missing
+mounts."""
 
 
 def crashing_nodes(seen: Observed) -> Mapping[str, str]:
-    """Nodes that are to be replaced, and how each ended the last time."""
+    """Nodes to replace because their agents crash, each with how its container last ended."""
     crashing = {
         pod.name: pod.crash or ""
         for pod in seen.pods
         if not pod.coordinator and _crashes(seen, pod, RESTARTS_OF_A_MACHINE)
     }
-    # Where none works the next machine would be as bad as this one, and the job would wander over the whole cluster.
+    # If no agent works, another machine would not help, and the job would move through the whole cluster.
     works = any(not pod.coordinator and pod.stays and _works(seen, pod) for pod in seen.pods)
     return crashing if works else {}
 
 
 def why_nothing_works(seen: Observed, job: HoldfastJob) -> tuple[str, str] | None:
-    """Of a job that has not trained: a reason for programs and one for people. None: it may still come to work."""
+    """Why a job that has not trained never will: a reason for programs and one for people; None: it may still start."""
     if seen.said is None:
-        # All nodes wait for it, and look healthy.
+        # While the coordinator crashes all nodes wait for it, and look healthy.
         for pod in seen.pods:
             if pod.coordinator and pod.stays and _crashes(seen, pod, RESTARTS_OF_A_JOB):
-                return _told(job, pod)
+                return _why_it_crashes(job, pod)
     nodes = [pod for pod in seen.pods if not pod.coordinator and pod.stays and pod.machine is not None]
     if nodes and all(_crashes(seen, pod, RESTARTS_OF_A_JOB) for pod in nodes):
-        return _told(job, nodes[0])
+        return _why_it_crashes(job, nodes[0])
     return None
 
 
-def _told(job: HoldfastJob, pod: PodSeen) -> tuple[str, str]:
-    words = f"{pod.name} ended {pod.restarts + 1} times, the last time with {pod.crash}"
+def _why_it_crashes(job: HoldfastJob, pod: PodSeen) -> tuple[str, str]:
+    message = f"{pod.name} ended {pod.restarts + 1} times, the last time with {pod.crash}"
     if NO_HOLDFAST.search(pod.crash or ""):
         image = next(one["image"] for one in job.spec.template.spec["containers"] if one["name"] == WORKER)
         if pod.coordinator and job.spec.coordinator.image:
             image = job.spec.coordinator.image
-        return "ImageWithoutHoldfast", f"{words}; put Holdfast and its Python into the image {image}"
-    return "AgentsCrash", words
+        return "ImageWithoutHoldfast", f"{message}; put Holdfast and its Python into the image {image}"
+    return "AgentsCrash", message
 
 
 def _crashes(seen: Observed, pod: PodSeen, restarts: int) -> bool:
@@ -176,24 +186,26 @@ def _crashes(seen: Observed, pod: PodSeen, restarts: int) -> bool:
 
 
 def _works(seen: Observed, pod: PodSeen) -> bool:
-    """It is ready, or the coordinator has it. A kubelet that is cut off says nothing of a pod that trains."""
+    """Whether it is ready, or alive according to the coordinator: the status of a pod whose kubelet is cut off is out of date."""
     known = seen.said.nodes.get(pod.name) if seen.said is not None else None
     return pod.ready or (known is not None and known.alive)
 
 
-# ------------------------------------------------------------ nodes whose agent has ended, and which the kubelet starts again in their pods
-# A pod has what its agent kept in memory: snapshots, and a copy of the ledger. Another pod has neither, and it needs a machine. So
-# a pod is kept for some seconds after its agent's end. Its node counts as there meanwhile, and no other one is made in its place.
+# ------------------------------------------------------------ nodes whose agent has ended and may be restarted in its pod
+# A pod still has what its agent kept in memory: snapshots, and a copy of the ledger. A new pod would have neither, and needs a
+# machine first. So a pod is kept for some seconds after its agent's end. Meanwhile its node counts as present, and no other one
+# is created in its place.
 
 RESTART_S = 20.0
-"""So long until its container runs again. The kubelet starts it at once the first time in ten minutes, and sees its end after a second."""
+"""Seconds to wait for its container to run again. The kubelet notices the end after a second and restarts the container at once
+if that has not happened in the last ten minutes."""
 RETURN_S = 60.0
-"""So long until its agent has joined, where its container runs again or no node is left. In the latter case the pods have the only
-copies of what was not written to a durable tier."""
+"""Seconds to wait for its agent to join if its container runs again, or if no node is left. In the latter case the pods have the
+only copies of what was not written to a durable tier."""
 
 
 def returning_nodes(seen: Observed) -> frozenset[str]:
-    """Nodes that the coordinator gave up, and whose pods are kept for now."""
+    """Nodes that the coordinator gave up but whose pods are kept for now, because their agents may come back."""
     orders = seen.said.orders if seen.said is not None else ()
     ended = [one.node for one in orders if isinstance(one, ReleaseNode) and one.may_return]
     if not ended:
@@ -203,14 +215,14 @@ def returning_nodes(seen: Observed) -> frozenset[str]:
 
 
 def returns_look_again_s(seen: Observed) -> float | None:
-    """After how long the first of them is given up; None: there is none."""
+    """Seconds until the first of the `returning_nodes` is given up; None: there is none."""
     names = returning_nodes(seen)
     return min((_left_s(seen, pod) for pod in seen.pods if pod.name in names), default=None)
 
 
 def _left_s(seen: Observed, pod: PodSeen) -> float:
     machine = seen.machines.get(pod.machine or "")
-    # On a machine that is cut off, or is to be emptied, nothing is started again.
+    # On a machine that is cut off or to be emptied no container is restarted.
     if (
         seen.said is None
         or not pod.stays
@@ -223,26 +235,26 @@ def _left_s(seen: Observed, pod: PodSeen) -> float:
     for_s, restarts = (0.0, pod.restarts) if released is None else (released.for_s, released.restarts)
     if not any(node.alive for node in seen.said.nodes.values()):
         return RETURN_S - for_s
-    # Others wait for its quota, which is given back when the pod is gone.
+    # Other jobs wait for its quota, which is given back only when the pod is gone.
     if queues.why_taken_back(seen, pod) is not None:
         return 0.0
-    # It has ended before, and the kubelet takes its time: another machine is the faster one.
+    # The container has ended before and the kubelet now waits before it restarts it: another machine is faster.
     if pod.backs_off:
         return 0.0
     return (RETURN_S if pod.restarts > restarts else RESTART_S) - for_s
 
 
 # ------------------------------------------------------------ pods that the watch does not show
-# Pods are watched by a label, and anybody can take a label away. The watch then says that the pod is gone, and an operator that
-# starts never hears of it. A node that trains must not count as lost for that. So a pod that nobody deleted is asked for by its
-# name, and it gets its labels back.
+# Pods are watched by a label, and anybody can remove a label. The watch then reports the pod as gone, and an operator that starts
+# afterwards is not told of it at all. A node that trains must not count as lost because of that. So a pod that was not deleted is
+# looked up by its name, and its labels are restored.
 
 OVER = (ConditionType.SUSPENDED, ConditionType.COMPLETE, ConditionType.FAILED)
-"""Nothing of the job runs."""
+"""Conditions with which nothing of the job runs."""
 
 
 def missing_from_sight(seen: Observed, job: HoldfastJob | None) -> Iterator[Action]:
-    """For pods that the watch does not show. They are seen again from then on."""
+    """Actions that find pods which the watch does not show, and restore the labels by which it shows them."""
     unsure = {pod.name for pod in seen.pods if pod.unsure}
     unseen = unseen_nodes(seen, job) if job is not None else frozenset()
     yield from (FindPod(name) for name in sorted(unsure | unseen))
@@ -252,16 +264,17 @@ def missing_from_sight(seen: Observed, job: HoldfastJob | None) -> Iterator[Acti
 
 
 def unseen_nodes(seen: Observed, job: HoldfastJob) -> frozenset[str]:
-    """Those that the coordinator has and the operator does not, unless the API server has said that they are not there."""
+    """Nodes that the coordinator has but the operator does not see, except those that do not exist according to the API
+    server."""
     if seen.said is None:
         return frozenset()
-    # An agent that somebody started by hand has another name, and no pod.
+    # An agent that was started by hand has another kind of name, and no pod.
     mine = {name for name in seen.said.alive if names.number_of(job.id.name, name) is not None}
     return frozenset(mine - {pod.name for pod in seen.pods} - seen.absent)
 
 
 def unseen_coordinator(seen: Observed, job: HoldfastJob) -> str | None:
-    """The newest one's name, where it may be there."""
+    """The name of the newest coordinator's pod, if the operator does not see it but it may exist; None: otherwise."""
     if not seen.status.run or any(seen.status.holds(type_) for type_ in OVER):
         return None
     name = names.coordinator_name(job.id.name, seen.status.term or 0)

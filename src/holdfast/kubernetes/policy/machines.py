@@ -1,7 +1,7 @@
-"""What is done about sick machines: which are left, which are marked, and for which another one is asked. Pure.
+"""Decides about sick machines: which of them jobs leave, which are marked, and for which a replacement is requested. Pure.
 
-Each of the three has a brake, because a wrong rule may call every machine of a cluster sick, and jobs that leave them all have nowhere
-to go. One machine is always allowed: a cluster of a few machines has no smaller share.
+Each of the three is limited, because a wrong rule may report every machine of a cluster as sick, and jobs that left them all
+would have nowhere to run. One machine is always allowed, since a share of a small cluster may be less than one machine.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ Object = dict[str, Any]
 
 
 class Setting(PodSetting, frozen=True, kw_only=True):
-    """What a site wants of its operator."""
+    """How a site configures its operator."""
 
     topology_labels: tuple[str, ...] = TOPOLOGY_LABELS
-    """Labels of machines that say where they stand, from the outermost in."""
+    """Labels of machines that describe their place, from the outermost level to the innermost."""
     going_conditions: tuple[str, ...] = GOING_CONDITIONS
-    """Conditions of machines by which others say that one is sick: a job leaves it."""
+    """Conditions by which other programs report a machine as sick; jobs leave such a machine."""
     most_left_percent: int = 10
-    """Of the cluster's machines that jobs leave for such a condition, at once; one may always be."""
+    """Percentage of the cluster's machines that jobs may leave for such a condition at once, but at least one machine."""
     marking: Marking = "none"
-    """What is written on a machine that a job blames."""
+    """How a machine that a job blames is marked."""
     most_marked_percent: int = 5
-    """Of the cluster's machines, at once; one may always be."""
+    """Percentage of the cluster's machines that may be marked at once, but at least one machine."""
     replacements: Replacements | None = None
-    """Of machines that stay marked; None: nobody is asked for another."""
+    """How marked machines are replaced; None: no replacement is requested."""
 
 
-# ------------------------------------------------------------ machines that are left because a condition calls them sick
-# At most a share of the machines is left for a condition at once, those first that were called sick first. Cordons and taints are not
-# counted: Kubernetes' scheduler acts on them as well, and who sets them has a brake of his own.
+# ------------------------------------------------------------ machines that jobs leave because a condition reports them as sick
+# Jobs leave at most a share of the machines at once because of a condition, in the order in which they were reported. Cordons and
+# taints do not count: Kubernetes' scheduler acts on them as well, and the programs that set them have limits of their own.
 
 SICK_HELD = "SickMachineHeld"
 
 
 def braked(machines: Mapping[str, MachineSeen], most_percent: int) -> Iterator[MachineSeen]:
-    """Those of which `held` is to be another than it is, as they are to be."""
+    """The machines whose `held` must change, with its new value."""
     sick = sorted((one for one in machines.values() if one.sick is not None), key=_age)
-    # One may always be left: a cluster of a few machines has no smaller share.
+    # At least one, since a share of a small cluster may be less than one machine.
     most = max(1, len(machines) * most_percent // 100)
-    words = f"{len(sick)} of {len(machines)} machines are called sick, and at most {most_percent}% are left for that ({most})"
+    why = f"{len(sick)} of {len(machines)} machines are called sick, and at most {most_percent}% are left for that ({most})"
     held = {one.name for one in sick[most:]}
     for one in machines.values():
-        if one.name in held and one.held != words:
-            yield msgspec.structs.replace(one, held=words)
+        if one.name in held and one.held != why:
+            yield msgspec.structs.replace(one, held=why)
         elif one.name not in held and one.held is not None:
             yield msgspec.structs.replace(one, held=None)
 
 
 def held_warnings(machines: Mapping[str, MachineSeen], pods: Iterable[PodSeen]) -> Iterator[Warn]:
-    """Of the job's machines that stay in use."""
+    """Warnings about the job's machines that stay in use although they are reported as sick."""
     names = {pod.machine for pod in pods if pod.stays and pod.machine}
     for name in sorted(names & machines.keys()):
         machine = machines[name]
@@ -79,15 +79,15 @@ def held_warnings(machines: Mapping[str, MachineSeen], pods: Iterable[PodSeen]) 
 
 
 def _age(machine: MachineSeen) -> tuple[str, str]:
-    # Moments as Kubernetes writes them are all in UTC and sort as text.
+    # Kubernetes' timestamps are all in UTC and of one format, so they sort as text.
     return machine.sick_since, machine.name
 
 
-# ------------------------------------------------------------ marks: what becomes of a coordinator's word about a machine
-# - Nothing is marked unless the site asks for it (`--mark`): in many clusters another program owns that.
-# - The brake: never more than a share of the cluster's machines has a mark at once. A wrong rule must not empty a cluster.
-# - A mark is taken back on evidence, and not because nothing is known: by the coordinator that has the machine in quarantine, when
-#   it has it there no more, or by a node that has joined from a machine which was only turned away.
+# ------------------------------------------------------------ marks: how a coordinator's report about a machine is made visible
+# - Nothing is marked unless the site configures it (`--mark`), because in many clusters another program is responsible for that.
+# - Limit: at most a share of the cluster's machines has a mark at once, so that a wrong rule cannot empty a cluster.
+# - A mark is removed on evidence, and never for lack of information: when the coordinator that had the machine in quarantine no
+#   longer has it there, or when a node joins from a machine that was marked only because a node of it had failed its checks.
 
 NOT_ASKED = "the operator marks no machines (--mark is none): the job itself avoids it"
 NO_MACHINE = "its pod is gone, and with it the name of its machine: the job itself avoids it"
@@ -97,7 +97,11 @@ MARK_HELD = "MarkHeld"
 def answer_mark_order(
     seen: Observed, job: HoldfastJob, pod: PodSeen | None, order: MarkNode
 ) -> Iterator[Action]:
-    """An order to mark the machine of a pod; None: there is no such pod. The order is open until the mark is there."""
+    """Carries out or refuses an order to mark the machine of a pod. The order stays open until the mark is on the machine.
+
+    Args:
+        pod: the pod of the node that the order names; None: there is none.
+    """
     machine = seen.machines.get(pod.machine or "") if pod is not None else None
     if seen.marking == "none":
         yield Tell(OrderDone(order.order_id, NOT_ASKED))
@@ -108,7 +112,7 @@ def answer_mark_order(
     elif machine.marks.mark is not None:
         yield Tell(OrderDone(order.order_id))
     elif (held := _why_not_now(seen)) is not None:
-        # Not waited for: the job itself avoids the machine, and the next job that finds it sick asks again.
+        # Refused instead of kept open: the job itself avoids the machine, and the next job that finds it sick asks again.
         yield Warn(
             reason=MARK_HELD, text=f"{machine.name} ({order.reason}): {held}", about=f"order {order.order_id}"
         )
@@ -118,8 +122,8 @@ def answer_mark_order(
 
 
 def marks_kept_up(seen: Observed, job: HoldfastJob) -> Iterator[Action]:
-    """The job's marks, as its coordinator stands for them now."""
-    # Who does not answer has said nothing.
+    """Removes the job's marks that no longer hold, and renews those that its current coordinator confirms."""
+    # No answer is no evidence.
     if seen.marking == "none" or seen.no_marks is not None or seen.said is None:
         return
     run, term, bad = seen.status.run or 0, seen.said.term, seen.said.bad_machines
@@ -138,7 +142,7 @@ def marks_kept_up(seen: Observed, job: HoldfastJob) -> Iterator[Action]:
 def why_not_marked(machines: Mapping[str, MachineMarks], most_percent: int) -> str | None:
     """Why no further machine may be marked; None: one may."""
     marked = sum(one.mark is not None for one in machines.values())
-    # One may always be: a cluster of a few machines has no smaller share.
+    # At least one, since a share of a small cluster may be less than one machine.
     most = max(1, len(machines) * most_percent // 100)
     if marked < most:
         return None
@@ -148,23 +152,25 @@ def why_not_marked(machines: Mapping[str, MachineMarks], most_percent: int) -> s
 def mark_is_over(
     mark: Mark, machine: str, run: int, term: int, bad: frozenset[str], joined: frozenset[str]
 ) -> bool:
-    """Whether its own job knows that a mark does not hold any more.
+    """Whether the job that made a mark has evidence that it no longer holds.
 
     Args:
-        run, term: of the job now.
+        run, term: the job's current ones.
         bad: machines that its coordinator has in quarantine.
         joined: machines from which a node has joined.
     """
     if mark.run != run:
         return False
     if mark.quarantined:
-        # A successor that has lost the ledger knows of no quarantine, which proves nothing.
+        # Only the term that quarantined it: a later coordinator that has lost the ledger has an empty quarantine, which
+        # proves nothing.
         return mark.term == term and machine not in bad
     return machine in joined and machine not in bad
 
 
 def renewed_mark(mark: Mark, machine: str, run: int, term: int, bad: frozenset[str]) -> Mark | None:
-    """The mark as its coordinator of now stands for it; None: it is so already, or it does not."""
+    """The mark with the current term, if the current coordinator has the machine in quarantine; None: it has not, or the mark
+    has that term already."""
     if mark.run != run or machine not in bad or (mark.term == term and mark.quarantined):
         return None
     return msgspec.structs.replace(mark, term=term, quarantined=True)
@@ -188,27 +194,27 @@ def _mark_of(seen: Observed, job: HoldfastJob, machine: str, reason: str) -> Mar
     )
 
 
-# ------------------------------------------------------------ replacement: whom a site wants asked for another machine, and how often
-# A mark says that a machine is sick; a replacement is what somebody does about it. This package owns no machines, so it asks whoever
-# does, in the way that the site names (`--replace`).
+# ------------------------------------------------------------ replacement of marked machines: how, and how often
+# A mark says that a machine is sick; replacing it is up to the program that owns the machines. Holdfast owns none, so it sends
+# that program a request, in the way that the site configures (`--replace`).
 # - Only a machine that has been marked for a while is replaced. Until then it may pass its checks, or a person may clear it.
-# - Nothing is asked twice for one machine: what was asked stands in its mark.
-# - The brake: at most so many machines in a day, over all jobs. A replaced machine takes its mark with it, so the brake on marks
-#   would let a wrong rule go through a whole cluster.
-# - Whoever is asked may take the machine at once. Cluster API and Karpenter evict its pods in order before that; where nobody
-#   is known to, the operator waits until no node of any job is there.
+# - There is one request for a machine: its mark records what was requested.
+# - Limit: a number of machines a day, over all jobs. A replaced machine takes its mark with it, so the limit on marks alone would
+#   let a wrong rule replace a whole cluster.
+# - The machine may be taken away as soon as it is requested. Cluster API and Karpenter evict its pods in order first; for the
+#   other ways the operator waits until no node of any job is on it.
 
 DAY_S = 86_400.0
 AFTER_S, MOST_A_DAY = 600.0, 3
 MOST_KEPT = 100
-"""Records of replacements. Those of the last day are kept however many there are, and the brake bounds them."""
+"""Number of replacement records that are kept. Those of the last day are all kept; the daily limit bounds their number."""
 REPLACEMENT_CHARS = 300
 _LABEL = re.compile(r"(?:[a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _VALUE = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 
 
 class SetLabel(msgspec.Struct, frozen=True):
-    """Label the machine; another program replaces it then."""
+    """Label the machine, upon which another program replaces it."""
 
     key: str
     value: str
@@ -233,7 +239,11 @@ ACCEPTED = "none, cluster-api, karpenter, label:KEY=VALUE or command:PROGRAM"
 
 
 def read_way(text: str) -> Way | None:
-    """Of `--replace`; None: nobody is asked. Raises ValueError."""
+    """The value of `--replace`; None: no replacement is requested.
+
+    Raises:
+        ValueError: it is none of `ACCEPTED`.
+    """
     kind, _, rest = text.partition(":")
     key, equals, value = rest.partition("=")
     match kind:
@@ -255,7 +265,7 @@ def read_way(text: str) -> Way | None:
 
 
 def evicts_in_order(way: Way) -> bool:
-    """Whether who is asked evicts the machine's pods first, so that jobs leave it at a step's edge."""
+    """Whether the machine's pods are evicted before it is taken away, so that jobs leave it at the end of a step."""
     return isinstance(way, DeleteMachine | DeleteNodeClaim)
 
 
@@ -263,28 +273,28 @@ def evicts_in_order(way: Way) -> bool:
 
 
 class Replacements(msgspec.Struct, frozen=True, kw_only=True):
-    """What a site wants of them."""
+    """How a site wants marked machines replaced."""
 
     way: Way
     after_s: float = AFTER_S
-    """How long a machine is marked before it is asked for."""
+    """Seconds for which a machine has to be marked before its replacement is requested."""
     most_a_day: int = MOST_A_DAY
 
 
 def replacement_due_s(mark: Mark | None, after_s: float) -> float | None:
-    """When another machine is to be asked for, in UTC; None: never, or it was."""
-    # A person's own words have no job and no moment; a person also decides what becomes of them.
+    """When a replacement is to be requested, in UTC; None: never, or it has been."""
+    # A mark that a person wrote by hand has no time, and that person decides what happens to the machine.
     if mark is None or mark.replacement or mark.at_s is None:
         return None
     return mark.at_s + after_s
 
 
 class ReplacementRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine for which another one was asked, or is about to be."""
+    """A machine whose replacement was requested, or is about to be."""
 
     machine: str
     uid: str
-    """Of the Node: one that joins under its name later is another machine."""
+    """The Node's: one that joins under the same name later is another machine."""
     job: str
     reason: str
     at_s: float
@@ -292,7 +302,7 @@ class ReplacementRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def why_not_replaced(records: Sequence[ReplacementRecord], most_a_day: int, now_s: float) -> str | None:
-    """Why no further machine may be asked for now; None: one may."""
+    """Why no further replacement may be requested now; None: one may."""
     recent = sum(one.at_s + DAY_S > now_s for one in records)
     if recent < most_a_day:
         return None
@@ -300,21 +310,21 @@ def why_not_replaced(records: Sequence[ReplacementRecord], most_a_day: int, now_
 
 
 def free_again_s(records: Sequence[ReplacementRecord], most_a_day: int) -> float:
-    """When the brake lets the next one through, in UTC. Only for records that hold it."""
+    """When the daily limit allows the next replacement, in UTC. Only for records that have reached the limit."""
     return sorted(one.at_s for one in records)[-most_a_day] + DAY_S
 
 
 def with_record(
     records: Sequence[ReplacementRecord], new: ReplacementRecord
 ) -> tuple[ReplacementRecord, ...]:
-    """And without what is long past."""
+    """The records with a new one, without the oldest of those that are more than a day old; see `MOST_KEPT`."""
     recent = [one for one in records if one.at_s + DAY_S > new.at_s]
     older = [one for one in records if one.at_s + DAY_S <= new.at_s]
     room = max(0, MOST_KEPT - len(recent) - 1)
     return (*(older[-room:] if room else ()), *recent, new)
 
 
-# ------------------------------------------------------------ what is asked
+# ------------------------------------------------------------ the request
 
 
 class MachineOwner(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,9 +334,9 @@ class MachineOwner(msgspec.Struct, frozen=True, kw_only=True):
     plural: str
     name: str
     namespace: str = ""
-    """Empty: it is the cluster's."""
+    """Empty: it is cluster-scoped."""
     uid: str = ""
-    """Empty: the Node does not have it."""
+    """Empty: the Node does not name it."""
 
     def path(self, version: str) -> str:
         """Its path at the API server, in a version of its group."""
@@ -335,10 +345,10 @@ class MachineOwner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def owner_of(way: DeleteMachine | DeleteNodeClaim, node: Mapping[str, Any]) -> MachineOwner | None:
-    """Of a Node; None: it does not name one."""
+    """The owner of a Node's machine; None: the Node does not name one."""
     metadata = node["metadata"]
     if isinstance(way, DeleteMachine):
-        # Cluster API writes both on each Node of its own, and reads them itself.
+        # Cluster API writes both annotations on each of its Nodes, and relies on them itself.
         notes = metadata.get("annotations", {})
         name, namespace = (notes.get(f"cluster.x-k8s.io/{key}") for key in ("machine", "cluster-namespace"))
         if not name or not namespace:
@@ -351,12 +361,12 @@ def owner_of(way: DeleteMachine | DeleteNodeClaim, node: Mapping[str, Any]) -> M
 
 
 def label_for(way: SetLabel) -> Object:
-    """The patch of a Node."""
+    """The patch that labels a Node."""
     return {"metadata": {"labels": {way.key: way.value}}}
 
 
 def label_back(way: Way, node: Mapping[str, Any]) -> Object | None:
-    """The patch that takes our label from a Node whose mark is gone; None: it does not have it."""
+    """The patch that removes Holdfast's label from a Node whose mark is gone; None: the Node does not have it."""
     if not isinstance(way, SetLabel) or node["metadata"].get("labels", {}).get(way.key) != way.value:
         return None
     return {"metadata": {"resourceVersion": node["metadata"]["resourceVersion"], "labels": {way.key: None}}}

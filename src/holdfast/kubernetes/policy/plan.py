@@ -1,6 +1,6 @@
-"""What is decided from, `Observed`, and what is decided, `Plan`. Values only.
+"""The input of a reconciliation, `Observed`, and its result, `Plan`. Values only.
 
-Each action is done once or many times with the same result, so an answer that was lost does no harm.
+Every action is idempotent, so a lost answer does no harm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.protocol.notices import NoticeCause
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, as the coordinator has it."""
+    """A node's state according to the coordinator."""
 
     alive: bool
     trains: bool = False
@@ -29,22 +29,22 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Released(msgspec.Struct, frozen=True):
-    """A node that the coordinator gave up, as this operator has known it."""
+    """A node that the coordinator gave up, as this operator has observed it."""
 
     for_s: float
-    """For how long."""
+    """Seconds since this operator learned of it."""
     restarts: int
-    """How often its container had been started anew when the operator heard of it."""
+    """How often its container had been restarted when this operator learned of it."""
 
 
 class CoordinatorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator of a term last said."""
+    """The last report of the coordinator of a term."""
 
     term: int
     phase: str
     """A `coordinator.kernel.state.JobPhase`."""
     wanted: int
-    """Nodes altogether, spares included."""
+    """Number of nodes in total, spares included."""
     orders: tuple[EngineOrder, ...] = ()
     nodes: Mapping[str, NodeReport] = {}
     outcome: str | None = None
@@ -59,9 +59,9 @@ class CoordinatorReport(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str | None = None
     checkpoint: str | None = None
     asks: tuple[str, ...] = ()
-    """What people are asked for."""
+    """Requests to people."""
     bad_machines: frozenset[str] = frozenset()
-    """In quarantine."""
+    """Machines that it has in quarantine."""
 
     @property
     def alive(self) -> frozenset[str]:
@@ -70,59 +70,61 @@ class CoordinatorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `reconcile` looks at."""
+    """Everything that `reconcile` decides from."""
 
     job: HoldfastJob | None
-    """As the object has it now; None: it cannot work, see `problems`."""
+    """The object's job as it is now; None: it is invalid, see `problems`."""
     accepted: HoldfastJob | None = None
-    """What the current run was started with; None: there is none."""
+    """The job that the current run was started with; None: there is no run."""
     problems: tuple[Problem, ...] = ()
     refused: str | None = None
-    """What the API server said of the job's pods when it refused them."""
+    """The API server's message if it refused one of the job's objects; None: it did not."""
     generation: int = 1
     finalizer: bool = False
-    """The object has ours."""
+    """Whether the object has Holdfast's finalizer."""
     deleted_s: float | None = None
-    """When its deletion was asked for; None: it was not."""
+    """When its deletion was requested, in UTC; None: it was not."""
     skip_save: bool = False
-    """The person who deletes it does not want its state saved."""
+    """Whether the person who deletes it does not want its state saved."""
     status: JobStatus = JobStatus()
     pods: tuple[PodSeen, ...] = ()
     machines: Mapping[str, MachineSeen] = {}
     workloads: Mapping[str, WorkloadSeen] | None = None
-    """By name, where the job is in a queue; None: unknown."""
+    """The job's Workloads by name, if it is in a queue; None: unknown."""
     no_workloads: str = ""
-    """Why they are unknown."""
+    """Why the Workloads are unknown."""
     objects: frozenset[str] = frozenset()
-    """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
+    """Kinds of the objects beside the pods that exist: Secret, ConfigMap, ..."""
     service_term: int | None = None
-    """Where the Service points to."""
+    """Term of the coordinator that the Service points to."""
     group_members: int | None = None
-    """Nodes that the job's PodGroup has bound together; None: there is no group, or it does not say so."""
+    """Number of nodes that the job's PodGroup requires together; None: there is no group, or it has no such number."""
     granted: frozenset[str] = frozenset()
-    """Names of pods that this operator has numbered and not yet made."""
+    """Names of pods that this operator has numbered and not yet created."""
     absent: frozenset[str] = frozenset()
-    """Names of pods of which the API server has said that they are not there. A name does not come again."""
+    """Names of pods that do not exist according to the API server. A name is never used again."""
     told: frozenset[str] = frozenset()
-    """Nodes of which this term's coordinator was told that they are going or gone."""
+    """Nodes that this term's coordinator has been told are leaving or gone."""
     said: CoordinatorReport | None = None
-    """None: it does not answer now."""
+    """The coordinator's report; None: it does not answer now."""
     released: Mapping[str, Released] = {}
-    """By name, the nodes of the open orders that give nodes up."""
+    """Nodes of the open release orders, by name."""
     asked_nodes: int | None = None
-    """The size that this operator has asked this run's coordinator for; None: it has not asked. The status has what was asked before."""
+    """The size that this operator has requested from this run's coordinator; None: it has requested none. The status has earlier
+    operators' requests."""
     refused_resize: str | None = None
-    """Why it did not take it."""
+    """Why the coordinator refused that size; None: it did not."""
     marking: Marking = "none"
-    """What of a mark the site wants on a machine."""
+    """How the site wants a marked machine to be shown."""
     most_marked_percent: int = 5
-    """Of the cluster's machines, at once."""
+    """Percentage of the cluster's machines that may be marked at once."""
     no_marks: str | None = None
-    """Why no machine can be marked; None: one can."""
+    """Why no machine can be marked; None: machines can be."""
     hearings: Mapping[str, Hearing | None] = {}
-    """What nodes that were asked say of the coordinator; None: no answer. Empty: none was asked, since it answers."""
+    """What the nodes that were asked report of the coordinator, by name; None: no answer. Empty: none was asked, since the
+    coordinator answers."""
     silent_s: float = 0.0
-    """For how long this operator has asked the coordinator in vain, whose pod runs."""
+    """Seconds for which the coordinator, whose pod runs, has not answered this operator."""
     now_s: float = 0.0
     """UTC."""
 
@@ -131,77 +133,79 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddFinalizer(msgspec.Struct, frozen=True):
-    """The object stays until the job's state is saved."""
+    """Add Holdfast's finalizer, so that a deleted object stays until the job's state is saved."""
 
 
 class RemoveFinalizer(msgspec.Struct, frozen=True):
-    """Nothing of the job is left that could be lost."""
+    """Remove Holdfast's finalizer: nothing of the job is left that could be lost."""
 
 
-# Before a pod is made its number is written down. An operator that dies in between leaves a gap; without it, the next
-# one could give a number again whose first pod still runs behind a cut.
+# A pod's number is written to the status before the pod is created. An operator that dies in between leaves a gap in the
+# numbers. In the other order the next operator could use a number again whose first pod still runs behind a network cut.
 class Number(msgspec.Struct, frozen=True, kw_only=True):
-    """Write the counters down: pods up to them may be made afterwards. Refused where the object has changed meanwhile."""
+    """Write the counters to the status; pods with lower numbers may be created afterwards. The write is refused if the object
+    has changed in the meantime."""
 
     run: int
     term: int
     next_number: int
     begins: bool = False
-    """A run begins: its time counts from now."""
+    """Whether a run begins, whose start time is now."""
 
 
 class MakeObject(msgspec.Struct, frozen=True):
-    """Make what stands beside the pods."""
+    """Create an object beside the pods."""
 
     kind: str
     """Secret, ConfigMap, PodGroup, Service, PodDisruptionBudget or NetworkPolicy."""
 
 
 class PointService(msgspec.Struct, frozen=True):
-    """Have the coordinator's name mean the pod of this term."""
+    """Point the coordinator's Service to the pod of this term."""
 
     term: int
 
 
 class SizeGroup(msgspec.Struct, frozen=True):
-    """Have the PodGroup ask for so many nodes together, and no more."""
+    """Set the number of nodes that the PodGroup requires together."""
 
     members: int
 
 
 class MakeNode(msgspec.Struct, frozen=True):
-    """Make the pod of a node."""
+    """Create the pod of a node."""
 
     number: int
     avoid: frozenset[str] = frozenset()
-    """Machines."""
+    """Machines that the pod must not be scheduled on."""
     workload: str = ""
-    """Whose quota it uses; empty: none's."""
+    """Name of the Workload whose quota it uses; empty: none."""
 
 
 class MakeCoordinator(msgspec.Struct, frozen=True):
-    """Make the coordinator's pod of a term."""
+    """Create the coordinator's pod of a term."""
 
     term: int
     avoid: frozenset[str] = frozenset()
-    """Machines that are better not used: its predecessors were there."""
+    """Machines to avoid if possible: its predecessors ran there."""
 
 
 class FindPod(msgspec.Struct, frozen=True):
-    """Ask for a pod by its name: the watch does not show it."""
+    """Get a pod by its name, because the watch does not show it."""
 
     name: str
 
 
 class LabelPod(msgspec.Struct, frozen=True, kw_only=True):
-    """Give a pod the labels back that it is watched by, and that lead the job's traffic to it."""
+    """Restore the labels by which a pod is watched and by which the job's traffic is routed to it."""
 
     name: str
     uid: str
 
 
 class TellPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Note on a node's pod where its machine stands. The kubelet shows the note to the agent, which needs no credentials for it."""
+    """Annotate a node's pod with its machine's place. The kubelet passes the annotation to the agent, which so needs no
+    credentials for the API server."""
 
     name: str
     uid: str
@@ -209,15 +213,15 @@ class TellPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeletePod(msgspec.Struct, frozen=True, kw_only=True):
-    """Delete the pod of this uid, and no other of its name."""
+    """Delete the pod with this uid, but not another one of the same name."""
 
     name: str
     uid: str
     reason: str
     grace_s: int | None = None
-    """None: the pod's own."""
+    """None: the pod's own grace period."""
     version: int | None = None
-    """Only while it is as it was in this version of the object; None: however it is by then."""
+    """Delete it only while the object still has this version; None: whatever its version is."""
 
 
 class MakeWorkload(msgspec.Struct, frozen=True):
@@ -229,29 +233,29 @@ class MakeWorkload(msgspec.Struct, frozen=True):
 
 
 class DeleteWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """The job needs this quota no more."""
+    """Delete a Workload whose quota the job no longer needs."""
 
     name: str
     uid: str
 
 
-# The object as it was seen is what is given back: one that Kueue has admitted anew meanwhile has another version, and the
-# write is refused.
+# The write has the version of the object that was observed, so it is refused if Kueue has admitted the Workload again in the
+# meantime.
 class ReleaseQuota(msgspec.Struct, frozen=True):
-    """Give the quota of an evicted Workload back: its pods are gone. Kueue may admit it again."""
+    """Give back the quota of an evicted Workload, whose pods are gone. Kueue may admit it again."""
 
     name: str
 
 
 class FinishWorkload(msgspec.Struct, frozen=True):
-    """Tell Kueue that the job is over, so the quota is free while the object stays."""
+    """Tell Kueue that the job is over, so that its quota is free although the job's object stays."""
 
     name: str
     succeeded: bool
 
 
 class TellReady(msgspec.Struct, frozen=True):
-    """Tell Kueue that the Workload's pods are there: one that waits for that evicts it otherwise."""
+    """Tell Kueue that the Workload's pods are ready. A Kueue that is configured to wait for this evicts it otherwise."""
 
     name: str
 
@@ -260,7 +264,7 @@ QueueAction = MakeWorkload | DeleteWorkload | ReleaseQuota | FinishWorkload | Te
 
 
 class DeleteObject(msgspec.Struct, frozen=True):
-    """Delete what stands beside the pods."""
+    """Delete an object beside the pods."""
 
     kind: str
 
@@ -270,30 +274,30 @@ class Tell(msgspec.Struct, frozen=True):
 
     news: Availability
     about: str = ""
-    """The node that it is about, or what befell it, so that it is told once."""
+    """The node, or the node and the event, by which the message is sent only once; empty: it is not remembered."""
 
 
 class MarkMachine(msgspec.Struct, frozen=True):
-    """Have others avoid a machine, or stand for the job's mark on it anew."""
+    """Mark a machine so that others avoid it, or renew the job's mark on it."""
 
     machine: str
     mark: Mark
 
 
 class UnmarkMachine(msgspec.Struct, frozen=True):
-    """Take the job's mark back."""
+    """Remove the job's mark from a machine."""
 
     machine: str
 
 
 class Warn(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell people, by an Event of the job."""
+    """Post a warning Event of the job."""
 
     reason: str
     """CamelCase, for programs."""
     text: str
     about: str
-    """An order, a pod's uid, or a moment of the job: it is told once of each."""
+    """What the warning is about, for example an order or a pod's uid; it is posted once for each."""
 
 
 class AskStop(msgspec.Struct, frozen=True):
@@ -301,17 +305,17 @@ class AskStop(msgspec.Struct, frozen=True):
 
     reason: str
     cause: NoticeCause = NoticeCause.STOP
-    """Comes back in the coordinator's last words, by which it is decided whether the job goes on later."""
+    """Returned in the coordinator's termination message, which decides whether the job continues later."""
 
 
 class AskResize(msgspec.Struct, frozen=True):
-    """Ask the coordinator for another size."""
+    """Ask the coordinator to resize the job."""
 
     nodes: int
 
 
 class DeleteJob(msgspec.Struct, frozen=True):
-    """Its time after the end is over."""
+    """Delete the job's object: spec.runPolicy.ttlSecondsAfterFinished is over."""
 
 
 Action = (
@@ -340,10 +344,10 @@ Action = (
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is to be done now."""
+    """The actions to take now, and the status to write."""
 
     actions: tuple[Action, ...]
     status: JobStatus
-    """How the object's status should be. Not written after a `Number`, which it does not know of: the next plan does."""
+    """The object's new status. Not written if there is a `Number`, whose counters it lacks; the next plan's status has them."""
     look_again_s: float | None = None
-    """When something is due by time alone; None: nothing is."""
+    """Seconds until something is due by time alone; None: nothing is."""

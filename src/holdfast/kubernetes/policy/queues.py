@@ -1,12 +1,12 @@
-"""What a job waits for before it may have pods: quota of a Kueue queue, or machines. What it asks for, and what it may have. Pure.
+"""Decides what a job waits for before it may have pods: quota of a Kueue queue, or machines. Pure.
 
-Its quota is in several Workloads: one for the coordinator, the spares and the nodes that cannot be missed, and one for each
-further node. Kueue admits and takes back each by itself, so a job loses one node or grows by one without a restart.
+A job's quota is split into several Workloads: one for the coordinator, the spares and the minimum number of nodes (the base), and
+one for each further node. Kueue admits and evicts each of them separately, so a job can lose or gain one node without a restart.
 
 Rules that hold for every plan:
-- A pod is made only for a node whose Workload is admitted, and names it.
-- Quota is given back when the pods that used it are gone, and not before: until then others would be let in beside them.
-- While nothing is known of the Workloads, a job that runs goes on. It is never ended because a watch was cut.
+- A pod is created only for a node whose Workload is admitted, and names that Workload.
+- Quota is given back only when the pods that used it are gone. Otherwise other jobs would be admitted beside them.
+- While nothing is known of the Workloads, a running job continues. It is never ended because a watch was interrupted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from holdfast.kubernetes.policy.plan import (
 from holdfast.protocol.notices import NoticeCause
 
 TAKEN_BACK = "its quota is taken back"
-"""Begins the reason with which such a run is stopped."""
+"""First words of the reason for which such a run is stopped."""
 MOST_ASKED = 64
-"""Workloads that one plan makes."""
+"""Number of Workloads that one plan creates, at most."""
 
 
 def why_held(seen: Observed, job: HoldfastJob) -> str | None:
-    """Why the job may have no pods now; None: it may."""
+    """Why the job may have no pods now; None: it may have some."""
     if not job.queue:
         return None
     base = base_of(seen)
@@ -56,43 +56,43 @@ def why_held(seen: Observed, job: HoldfastJob) -> str | None:
 
 
 def was_taken_back(termination_message: TerminationMessage, job: HoldfastJob) -> bool:
-    """Whether a run was stopped because its quota was taken back, and goes on when it is admitted again."""
+    """Whether a run was stopped because its quota was taken back, so that it continues once it is admitted again."""
     stopped = termination_message.outcome == "stopped"
     return stopped and bool(job.queue) and termination_message.cause == NoticeCause.PREEMPTION
 
 
 def base_of(seen: Observed) -> WorkloadSeen | None:
-    """The Workload without which nothing runs."""
+    """The base Workload, without which nothing of the job may run; None: there is none."""
     return next((one for one in (seen.workloads or {}).values() if one.number is None), None)
 
 
 def further(seen: Observed) -> list[WorkloadSeen]:
-    """Those of further nodes, by number."""
+    """The Workloads of further nodes, sorted by number."""
     all_ = (seen.workloads or {}).values()
     return sorted((one for one in all_ if one.number is not None), key=lambda one: one.number or 0)
 
 
 def nodes_of_base(job: HoldfastJob) -> int:
-    """Spares are in it: a loss that a spare makes good needs no new admission."""
+    """Number of nodes in the base Workload. It includes the spares, so that replacing a lost node by one needs no admission."""
     return job.spec.fewest + job.spec.spares
 
 
-# ------------------------------------------------------------ what is asked of Kueue
+# ------------------------------------------------------------ requests to Kueue
 
 
 def ask(seen: Observed, job: HoldfastJob) -> Iterator[QueueAction]:
-    """Of a job without pods: one Workload that is to be admitted."""
+    """Requests for a job without pods: its base Workload, which is to be admitted."""
     if seen.workloads is None:
         return
     base = base_of(seen)
-    # The others with it. They are admitted in any order, and a node alone is of no use.
+    # Without the Workloads of further nodes: Kueue may admit them before the base, and such a node alone is of no use.
     yield from (_delete(one) for one in further(seen) if not one.deleting)
     if base is None:
         yield MakeWorkload(None, nodes_of_base(job))
     elif base.deleting:
         return
     elif base.finished or not _is_for(base, job):
-        # Its size, queue and topology cannot be changed while it holds quota, so another one takes its place.
+        # Size, queue and topology of a Workload cannot be changed while it holds quota, so it is replaced.
         yield _delete(base)
     elif base.reserved and not base.grants and (base.evicted is not None or not base.active):
         yield ReleaseQuota(base.name)
@@ -104,11 +104,11 @@ def _is_for(base: WorkloadSeen, job: HoldfastJob) -> bool:
 
 
 def ask_on(seen: Observed, job: HoldfastJob, wanted: int, here: list[PodSeen]) -> Iterator[QueueAction]:
-    """Of a job that runs: Workloads for further nodes, and what Kueue is to know of all.
+    """Requests for a running job: Workloads for further nodes, and updates of those that exist.
 
     Args:
-        wanted: nodes altogether.
-        here: those that count: neither lost nor leaving.
+        wanted: number of nodes in total, spares included.
+        here: pods of the nodes that count, which are neither lost nor leaving.
     """
     base = base_of(seen)
     if seen.workloads is None or base is None:
@@ -128,7 +128,13 @@ def ask_on(seen: Observed, job: HoldfastJob, wanted: int, here: list[PodSeen]) -
 def _too_many(
     more: list[WorkloadSeen], count: int, of_base: int, here: list[PodSeen]
 ) -> Iterator[QueueAction]:
-    """The job has become smaller. What its nodes still use is kept until the coordinator has let them go."""
+    """Deletes surplus Workloads of a job that has become smaller, but none whose quota nodes use until the coordinator has
+    released them.
+
+    Args:
+        count: number of surplus Workloads.
+        of_base: nodes of the base Workload.
+    """
     used = Counter(pod.workload for pod in here)
     granted = of_base + sum(one.grants for one in more)
     for one in sorted(more, key=lambda one: (one.grants, used[one.name], -(one.number or 0)))[
@@ -147,7 +153,8 @@ def _uses(seen: Observed, one: WorkloadSeen) -> bool:
 
 
 def _ready(seen: Observed, base: WorkloadSeen, more: list[WorkloadSeen]) -> Iterator[QueueAction]:
-    """Said once and never taken back: a node that is lost is the job's own affair, and no reason to evict all others."""
+    """Reports the readiness of Workloads, once for each. It is never withdrawn: the job recovers from the loss of a node by
+    itself, and Kueue must not evict the others because of it."""
     if seen.said is None:
         return
     alive = seen.said.alive
@@ -158,7 +165,7 @@ def _ready(seen: Observed, base: WorkloadSeen, more: list[WorkloadSeen]) -> Iter
 
 
 def end(seen: Observed, succeeded: bool) -> Iterator[QueueAction]:
-    """Of a job that is over: its quota is free at once, the object may stay for years."""
+    """Requests for a job that is over. They free its quota at once, since its object may stay for years."""
     yield from (_delete(one) for one in further(seen) if not one.deleting)
     base = base_of(seen)
     if base is not None and not base.finished and not base.deleting:
@@ -166,7 +173,7 @@ def end(seen: Observed, succeeded: bool) -> Iterator[QueueAction]:
 
 
 def give_up(seen: Observed) -> Iterator[QueueAction]:
-    """Of a job that a person has suspended."""
+    """Requests for a job that a person has suspended."""
     yield from (_delete(one) for one in (seen.workloads or {}).values() if not one.deleting)
 
 
@@ -174,26 +181,25 @@ def _delete(one: WorkloadSeen) -> DeleteWorkload:
     return DeleteWorkload(name=one.name, uid=one.uid)
 
 
-# ------------------------------------------------------------ what it may have
+# ------------------------------------------------------------ what Kueue has granted
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """How many nodes may be there, and whose quota the next ones use."""
+    """How many nodes the job may have, and which Workloads' quota the next ones use."""
 
     nodes: int
     free: tuple[str, ...]
-    """Names of Workloads, one for each node that may be made."""
+    """Names of Workloads, one for each node that may be created; a name occurs once for each free place."""
 
 
 def granted(seen: Observed, job: HoldfastJob, here: Iterable[PodSeen]) -> Granted | None:
-    """None: no limit."""
+    """The nodes that Kueue's quota allows. here: pods of the nodes that count. None: there is no limit."""
     if not job.queue:
         return None
     there = list(here)
     if seen.workloads is None:
-        return Granted(
-            len(there), ()
-        )  # nobody leaves, and new nodes wait until it is known where they may be
+        # No node leaves, and new ones wait until the Workloads are known.
+        return Granted(len(there), ())
     base, more = base_of(seen), further(seen)
     gives = [one for one in (base, *more) if one is not None and one.grants]
     nodes = sum(one.nodes for one in gives)
@@ -203,7 +209,7 @@ def granted(seen: Observed, job: HoldfastJob, here: Iterable[PodSeen]) -> Grante
 
 
 def taken_back(seen: Observed, job: HoldfastJob) -> dict[str, str]:
-    """Nodes whose quota Kueue wants back, and why. Their job goes on without them."""
+    """Nodes whose quota Kueue takes back, each with the reason. The job continues without them."""
     if not job.queue:
         return {}
     return {
@@ -214,7 +220,7 @@ def taken_back(seen: Observed, job: HoldfastJob) -> dict[str, str]:
 
 
 def why_taken_back(seen: Observed, pod: PodSeen) -> str | None:
-    """Why Kueue wants the quota of this further node back; None: it does not, or that is unknown."""
+    """Why Kueue takes back the quota of this further node; None: it does not, or that is unknown."""
     own = (seen.workloads or {}).get(pod.workload)
     if pod.coordinator or own is None or own.number is None or own.grants:
         return None
@@ -222,8 +228,11 @@ def why_taken_back(seen: Observed, pod: PodSeen) -> str | None:
 
 
 def misplaced(seen: Observed) -> dict[str, str]:
-    """Nodes that have a machine which Kueue has since given to another Workload, whose pod waits for it, and why. Their own Workload
-    has another machine: its choice changed while their pod was on its way, or a person has deleted it and it was asked for anew."""
+    """Nodes on a machine that Kueue has since assigned to another Workload, whose pod waits for it; each with the reason.
+
+    Their own Workload has another machine by now: Kueue's choice changed while their pod was being created, or a person deleted
+    the Workload and it was created again.
+    """
     waits = {
         pod.chosen: pod.workload
         for pod in seen.pods
@@ -234,15 +243,18 @@ def misplaced(seen: Observed) -> dict[str, str]:
         if pod.coordinator or not pod.stays or not pod.chosen or waits.get(pod.machine or "") is None:
             continue
         own, other = known.get(pod.workload), waits[pod.machine or ""]
-        # Where Kueue has both on one machine, each would make room for the other again and again.
+        # Not if Kueue has assigned both to this machine: each would then make room for the other, without end.
         if other != pod.workload and own is not None and own.machines and pod.machine not in own.machines:
             found[pod.name] = f"Kueue has given {pod.machine} to {other}"
     return found
 
 
 def crowded(seen: Observed, here: list[PodSeen]) -> list[PodSeen]:
-    """Those that wait for a machine of their Workload while others have all of its machines. Made to replace a node that was to
-    leave and stays, such a pod would wait for ever, and another Workload may have room for it."""
+    """Pods that wait for a machine of their Workload although other pods use all of its machines.
+
+    Such a pod was created to replace a node that was to leave but stays. It would wait for ever, while another Workload may have
+    a machine for it.
+    """
     used = Counter(pod.workload for pod in here)
     found: list[PodSeen] = []
     for one in (seen.workloads or {}).values():
@@ -254,35 +266,40 @@ def crowded(seen: Observed, here: list[PodSeen]) -> list[PodSeen]:
 
 
 def beyond(seen: Observed, allowed: Granted | None, here: list[PodSeen]) -> dict[str, str]:
-    """Nodes beyond what is granted: their Workload is not there any more. The newest, so that those which are told do not change."""
+    """Nodes beyond what Kueue grants, each with the reason.
+
+    Those whose Workload is gone come first, then the newest, so that the same nodes are told each time.
+    """
     if allowed is None or seen.workloads is None or seen.said is None:
         return {}
-    # Where the coordinator wants fewer it chooses by itself who leaves.
+    # If the coordinator wants fewer nodes, it chooses by itself which of them leave.
     count = min(len(here), seen.said.wanted) - allowed.nodes
     known = seen.workloads
     newest = sorted(here, key=lambda pod: (pod.workload in known, -pod.number))
     return {pod.name: "Kueue grants fewer nodes" for pod in newest[: max(0, count)]}
 
 
-# ------------------------------------------------------------ without a queue: machines that a job holds without being able to begin
-# Kubernetes' scheduler binds pods one by one. Two jobs that start at once can each hold half of the machines that both need,
-# and neither gives one back: both stand until somebody deletes one. So a job that has too few machines for a while gives all of
-# them back, and tries again later. The times are drawn from its uid, so two jobs do not do it at the same moment.
+# ------------------------------------------------------------ without a queue: jobs that hold too few machines to start
+# Kubernetes' scheduler binds pods one by one. Two jobs that start at the same time can each hold half of the machines that both
+# need, and neither would give any back, until somebody deletes one of the jobs. So a job that has had too few machines for a
+# while gives all of them back and tries again later. The times are drawn from its uid, so that two jobs do not do so
+# simultaneously.
 #
-# Where a scheduler binds all nodes of a PodGroup together, a job has too few only when it loses one while it begins.
+# If a scheduler binds all nodes of a PodGroup together, a job has too few only if it loses one while it starts.
 
 MOST_BACK_OFF_S = 600.0
 
 
 def waiting_status(seen: Observed, job: HoldfastJob, status: JobStatus) -> JobStatus:
-    """The status with what is remembered of a start; `until` in it means that the pods are to be given back now."""
+    """The status with an updated `waiting`: how many machines the starting job holds, and since when. If `until` is set in it, the
+    job is to give its machines back now."""
     scheduling = job.spec.scheduling
     is_asked = scheduling.give_back_seconds or scheduling.gang is not None
     if job.queue or not is_asked or has_trained(seen, status):
         return msgspec.structs.replace(status, waiting=None)
     bound = _bound(seen)
     before = status.waiting
-    # Counted anew when one more comes: machines that an autoscaler adds one by one are waited for.
+    # The time starts again with each change, so that a job waits for an autoscaler that adds machines one by one.
     if before is None or before.bound != bound:
         first = status.start_time if before is None else before.first
         tries = 0 if before is None else before.tries
@@ -297,10 +314,11 @@ def waiting_status(seen: Observed, job: HoldfastJob, status: JobStatus) -> JobSt
 
 
 def left_of_patience_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
-    """How long it still waits with the machines that it has; None: it holds none in vain."""
+    """Seconds for which the job still keeps the machines that it has; None: they are none, or enough, or it never gives them
+    back."""
     waiting = status.waiting
     nodes = [pod for pod in seen.pods if not pod.coordinator and pod.stays]
-    # The scheduler has to have said so: pods of which it knows nothing yet will get their machines in a moment.
+    # Only if the scheduler has reported a pod as unschedulable: pods that it has not looked at may get machines at once.
     gives_back = job.spec.scheduling.give_back_seconds > 0
     in_vain = gives_back and 0 < _bound(seen) < job.spec.fewest and any(pod.unschedulable for pod in nodes)
     since_s = from_timestamp(waiting.since) if waiting is not None else None
@@ -311,25 +329,25 @@ def left_of_patience_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> f
 
 
 def counts_from_s(seen: Observed, job: HoldfastJob) -> float | None:
-    """From when on the job has to come to its first step; None: that time does not pass now."""
+    """When the time within which the job must complete its first step began, in UTC; None: that time does not run now."""
     known = seen.status.waiting
-    # As with Kueue, time in a scheduler's queue does not count. It ends when the group is bound.
+    # Time in a scheduler's queue does not count, just as with Kueue. It ends when the group is bound.
     if job.spec.scheduling.gang is not None:
         return None if known is None or known.bound < job.spec.fewest else from_timestamp(known.since)
-    # With the tries that had too few machines.
+    # Includes earlier tries that had too few machines.
     first = None if known is None else known.first
     return from_timestamp(first or seen.status.start_time)
 
 
 def back_off_s(seen: Observed) -> float | None:
-    """How long nothing is asked for; None: it may ask."""
+    """Seconds for which the job must not ask for machines; None: it may ask."""
     waiting = seen.status.waiting
     until_s = from_timestamp(waiting.until) if waiting is not None else None
     return None if until_s is None or until_s <= seen.now_s else until_s - seen.now_s
 
 
 def why_back_off(seen: Observed, job: HoldfastJob) -> str:
-    """For people."""
+    """Why the job asks for no machines, for people. Only while `back_off_s` is not None."""
     waiting = seen.status.waiting
     assert waiting is not None
     return (
@@ -343,11 +361,12 @@ def _bound(seen: Observed) -> int:
 
 
 def has_trained(seen: Observed, status: JobStatus) -> bool:
-    """As the coordinator says now, or has said: one that does not answer has not undone it."""
-    told = seen.said is not None and bool(seen.said.step)
-    return told or (status.progress is not None and status.progress.step is not None)
+    """Whether the job has completed a step, by the coordinator's report or, if it does not answer, by an earlier one in the
+    status."""
+    trains = seen.said is not None and bool(seen.said.step)
+    return trains or (status.progress is not None and status.progress.step is not None)
 
 
 def _drawn(job: HoldfastJob, tries: int, what: str) -> float:
-    """Between 0 and 1, the same for every operator that looks."""
+    """A number from 0 to 1 that is the same for every operator."""
     return zlib.crc32(f"{job.id.uid}/{tries}/{what}".encode()) / 2**32

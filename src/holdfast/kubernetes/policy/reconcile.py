@@ -1,13 +1,13 @@
-"""What the operator does for a job, from what it knows of it. Pure: no clock, no connection, no memory.
+"""Decides what the operator does for a job, from what it has observed of it. Pure: no clock, no connection, no memory.
 
-The same values give the same plan, so it does not matter who was operator before, what of its plan was carried out, or
-whether an answer was lost. A recovery never waits for any of it: spares are pods that run already.
+The same observation gives the same plan, so it does not matter which process was the operator before, how much of its plan was
+carried out, or whether an answer was lost. No recovery waits for the operator: spares are pods that run already.
 
 Rules that hold for every plan:
-- A pod is made only under a number that was written down before, and that no pod had.
-- A pod is deleted by its uid, and only if the coordinator gave its node up, its processes are over, it never joined, or
-  the run is at its end.
-- Complete and Failed are for ever.
+- A pod is created only with a number that was written to the status before, and that no pod has had.
+- A pod is deleted by its uid, and only if the coordinator gave its node up, its processes have ended, it never joined, or
+  the run is ending.
+- Complete and Failed are final.
 """
 
 from __future__ import annotations
@@ -69,16 +69,18 @@ from holdfast.protocol.engine_orders import (
 from holdfast.protocol.notices import NoticeCause
 
 ANSWERS_S = 20.0
-"""So long a coordinator that runs is waited for before the job counts as one without a state."""
+"""Seconds to wait for the answer of a running coordinator before the job counts as one that has no state."""
 LOST_GRACE_S = 1
-"""Of a lost node's pod. Never 0: that removes the object while the processes may run, and gives their machine away. With 1
-the kubelet confirms their end, also after a cut that heals, and quotas are free two seconds later."""
+"""Grace period of a lost node's pod, in seconds. Never 0: that removes the object while the processes may still run, and gives
+their machine away. With 1 the kubelet confirms their end, also after a network cut that heals, and quota is free two seconds
+later."""
 OOM_FROM_S, OOM_UNTIL_S = 2.0, 60.0
-"""How long after a container was killed for memory its coordinator is told: it looks for the reason of a loss for a minute."""
+"""When the coordinator is told that the kernel killed a container for memory, in seconds after that: it looks for the cause of a
+loss for a minute."""
 LEAVE_S = 60.0
-"""How much longer than its pods' grace the save of a deleted job may take."""
+"""Seconds that the save of a deleted job may take beyond its pods' grace period."""
 MOST_MADE = 64
-"""Pods that one plan makes: the next one sees what became of them."""
+"""Number of pods that one plan creates, at most; the next plan sees what became of them."""
 DELETED, SUSPENDED = "the job is deleted", "the job is suspended"
 NOT_SAVED = (
     "the job was deleted, and its coordinator did not end it within spec.disruption.graceSeconds and a minute; what it had \
@@ -87,7 +89,8 @@ saved before is kept"
 ACTIVE_DEADLINE = "spec.runPolicy.activeDeadlineSeconds is over"
 BESIDE = ("Secret", "ConfigMap", "PodGroup", "Service", "PodDisruptionBudget", "NetworkPolicy")
 OF_A_RUN = ("PodGroup", "ConfigMap")
-"""Made anew for every run. The ConfigMap says what the run was started with, and so whose the PodGroup is: it goes last."""
+"""Kinds that are created anew for every run. The ConfigMap records the spec that the run was started with, and so which scheduler
+the PodGroup is for; it is deleted last."""
 CANNOT_BOOT = "this version boots no machines: the job goes on without it"
 
 
@@ -95,10 +98,10 @@ def reconcile(seen: Observed) -> Plan:
     """The next actions, in order, and the status."""
     job = current(seen)
     if job is not None and (unseen := unseen_coordinator(seen, job)) is not None:
-        # Its word is needed for everything else: whether it ended in order, and which nodes it has.
+        # Everything else depends on it: whether the coordinator ended in order, and which nodes it has.
         return Plan((FindPod(unseen),), status_of(seen, job))
     plan = _plan(seen)
-    # First: the next plan is made with what is found.
+    # These actions go first, so that the next plan has the pods that they find.
     return msgspec.structs.replace(plan, actions=(*missing_from_sight(seen, job), *plan.actions))
 
 
@@ -109,7 +112,7 @@ def _plan(seen: Observed) -> Plan:
     if status.has_ended:
         return _over(seen)
     job = current(seen)
-    if job is None:  # it cannot work, and nothing of it runs
+    if job is None:  # the object is invalid, and nothing of it runs
         return Plan((), status_of(seen, None))
     if job.spec.run_policy.suspend:
         return _suspended(seen, job)
@@ -117,7 +120,7 @@ def _plan(seen: Observed) -> Plan:
         # Before anything that could be lost exists.
         return Plan((AddFinalizer(),), status_of(seen, job))
     if (ended := _end(seen, job)) is not None:
-        # The status first. What is deleted below the job must not look like a loss, or it would start again.
+        # The status is written before anything is deleted. Otherwise the missing pods would look lost and be replaced.
         return Plan((), status_of(seen, job, ended))
     if (held := _why_held(seen, job)) is not None:
         return _held(seen, job, held)
@@ -125,16 +128,16 @@ def _plan(seen: Observed) -> Plan:
 
 
 def current(seen: Observed) -> HoldfastJob | None:
-    """What the run is to be: as it was started, with what may change while it runs. None: nothing can run."""
+    """The job as it was started, with those fields of the object that may change while it runs. None: nothing can run."""
     if seen.accepted is None:
         return seen.job
-    # The object was changed into one that cannot work. The run goes on as it was accepted: a typing error in
-    # `kubectl edit` must not end a training of weeks.
+    # The object was changed into an invalid one. The run continues as it was accepted: a typing error in `kubectl edit`
+    # must not end a training run of weeks.
     if seen.job is None:
         return seen.accepted
     spec = msgspec.structs.replace(
-        # These two fields alone. All others are in pods that run: two halves of a job with different images
-        # or checkpoints would be a job that nobody asked for.
+        # Only these two fields. Running pods were created from all others, and nobody wants a job whose halves have
+        # different images or checkpoints.
         seen.accepted.spec,
         nodes=seen.job.spec.nodes,
         run_policy=seen.job.spec.run_policy,
@@ -149,7 +152,7 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
     status = seen.status
     run, term, next_number = status.run or 0, status.term or 0, status.next_number or 0
     if run == 0 or status.holds(ConditionType.SUSPENDED):
-        # Pods of the run before have to be gone: one that still saves must not meet one that already loads.
+        # Pods of the run before must be gone: one that still saves must not run beside one that already loads.
         old = [_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting]
         left = _left(seen)
         if seen.pods or left:
@@ -165,7 +168,7 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
     merged = _numbers_together(actions, run, term, next_number)
     after = queues.waiting_status(seen, job, status_of(seen, job))
     if after.waiting is not None and after.waiting.until is not None:
-        # Written down before a pod is deleted, so whoever is operator next does not begin anew at once.
+        # Written before a pod is deleted, so that a next operator does not start the job again at once.
         return Plan((), after)
     return Plan(merged, after, _due_s(seen, job, after))
 
@@ -178,13 +181,14 @@ def beside(job: HoldfastJob) -> tuple[str, ...]:
 
 
 def _left(seen: Observed) -> tuple[DeleteObject, ...]:
-    """What a run that is over leaves, and the next one must not find."""
+    """Deletes the objects of a run that is over, which the next run must not find."""
     return tuple(DeleteObject(kind) for kind in OF_A_RUN if kind in seen.objects)
 
 
 def _group(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
-    """Never more than there are to be: a group that asks for more can never be complete, and would bind no replacement."""
-    # Without minNodes a job that was made larger still goes on with as many as it began with.
+    """Adapts the PodGroup's minimum to the job's size. A group with a minimum above the number of its nodes is never complete, so
+    that its scheduler would not bind replacements either."""
+    # The accepted minimum: without minNodes, a job that was enlarged still continues with the number that it started with.
     fewest = (seen.accepted or job).spec.fewest
     members = max(1, min(fewest, wanted_nodes(seen, job)))
     if seen.group_members is not None and seen.group_members != members:
@@ -193,7 +197,7 @@ def _group(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
 
 def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
     termination_message = _termination_message(seen)
-    # It was stopped for that, whatever is known by now: its pods go, and it is not over.
+    # It was stopped because its quota was taken back, whatever the Workloads show by now: its pods go, but it has not ended.
     if termination_message is not None and queues.was_taken_back(termination_message, job):
         return f"{queues.TAKEN_BACK}: it was stopped for that"
     if queues.back_off_s(seen) is not None:
@@ -202,20 +206,20 @@ def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
 
 
 def _held(seen: Observed, job: HoldfastJob, why: str) -> Plan:
-    """It waits for leave to run; what runs of it is stopped in order."""
-    # Who gives machines back has not trained: there is nothing to save, and a coordinator that was asked to stop would say
-    # that the job is over.
+    """The plan for a job that has to wait: what still runs of it is stopped in order, and then its quota is requested."""
+    # A job that gives its machines back has not trained: it has nothing to save, and a coordinator that was asked to stop
+    # would report the job as over.
     if seen.pods and _saves(seen) and queues.back_off_s(seen) is None:
         return Plan(_stop(seen, job, why, NoticeCause.PREEMPTION), status_of(seen, job, stopping=why))
     if seen.pods:
         actions = tuple(_delete(pod, why) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=why))
     status = status_of(seen, job, held=why)
-    # What the next run is started with is read anew.
+    # The next run starts with the object's spec of then, so what records this run's is deleted.
     if left := _left(seen):
         return Plan(left, status)
-    # Written down before the quota is given back. Kueue may admit the job in the next moment, and only a run that is known
-    # to be over is followed by another one.
+    # Written before the quota is given back. Kueue may admit the job again at once, and a new run begins only if the status
+    # says that the last one is over.
     if seen.status.run and not seen.status.holds(ConditionType.SUSPENDED):
         return Plan((), status, queues.back_off_s(seen))
     return Plan(tuple(queues.ask(seen, job)), status, queues.back_off_s(seen))
@@ -229,7 +233,7 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
         if old.number != term and not old.deleting:
             yield _delete(old, f"term {term} has begun", LOST_GRACE_S)
     if newest is None:
-        # A pod of this term may have been, if this operator did not just number it: then the term is over.
+        # Unless this operator has just numbered it, a pod of this term may have existed. Then the term is over.
         if name in seen.granted:
             yield MakeCoordinator(term, frozenset(pod.machine for pod in pods if pod.machine is not None))
             if "Service" in seen.objects and seen.service_term != term:
@@ -246,8 +250,8 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
 
 def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     mine = {pod.name: pod for pod in seen.pods if not pod.coordinator}
-    # First, also where the job may be over: an order that nobody acknowledges stays with the coordinator and
-    # comes again at every look.
+    # Orders come first, even if the job may be over: one that is not acknowledged stays open at the coordinator and returns
+    # at every look.
     yield from _orders(seen, job, mine)
     yield from marks_kept_up(seen, job)
     yield from held_warnings(seen.machines, mine.values())
@@ -264,14 +268,15 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from _places(seen, mine.values())
     for pod in mine.values():
         if pod.ended and pod.end:
-            # A kubelet asks a node to leave before it says why, and with the pod its words go.
+            # A kubelet asks a node to leave before it reports why, and its message is deleted together with the pod.
             text = f"{pod.name} on {pod.machine}: {pod.how_ended}"
             yield Warn(reason="PodEnded", text=text, about=pod.uid)
         if pod.ended and not pod.deleting:
             yield _delete(pod, f"its processes are over ({pod.how_ended})")
     lost = lost_nodes(seen)
     for pod in mine.values():
-        # Its order was acknowledged by an operator that saw less than this one: a leader that was stopped and thawed.
+        # Its release order may have been acknowledged by an operator that had an older view, such as a former leader that
+        # was suspended and resumed.
         if pod.stays and pod.name not in lost and _given_up(seen, pod):
             yield _delete(pod, "the coordinator gave it up")
         elif pod.stays and pod.name in unlent and _never_joined(seen, pod):
@@ -288,15 +293,14 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
         yield from queues.ask_on(seen, job, wanted, here)
         missing = min(missing, allowed.nodes - len(here))
     yield from _make(seen, job, missing, allowed)
-    # Never while the coordinator is silent: it may just have taken in the node that looks like one too many
-    # from here.
+    # Never while the coordinator does not answer: it may just have accepted the node that looks superfluous from here.
     if missing < 0 and seen.said is not None:
         yield from _surplus(seen, here, -missing)
 
 
 def _of_an_old_run(seen: Observed, nodes: Iterable[PodSeen]) -> list[PodSeen]:
-    """Made late, by an operator that stood still while another one ended that run: its image may be another one. It is in
-    nobody's list, so its end costs no step."""
+    """Pods of an earlier run. They were created late, by an operator that was suspended while another one ended that run, and may
+    have another image. The coordinator does not have them alive, so deleting them costs no step."""
     if seen.said is None:
         return []
     alive, run = seen.said.alive, seen.status.run
@@ -304,10 +308,10 @@ def _of_an_old_run(seen: Observed, nodes: Iterable[PodSeen]) -> list[PodSeen]:
 
 
 def _too_careful(seen: Observed, here: Iterable[PodSeen]) -> Iterable[Action]:
-    """Pods that wait for a machine, and avoid one that may be used again: a pod's affinity cannot be changed. Others come in
-    their place."""
+    """Deletes pods that wait for a machine but exclude one that may be used again. A pod's affinity cannot be changed, so others
+    are created in their place."""
     away = {name for name, machine in seen.machines.items() if not machine.ready}
-    # A machine whose kubelet has not confirmed the end of its old pod may still be without power.
+    # A machine whose kubelet has not confirmed the end of an old pod may still be switched off.
     away |= {pod.machine for pod in seen.pods if pod.deleting and pod.machine is not None}
     bad = _avoided(seen) | away
     for pod in here:
@@ -317,7 +321,7 @@ def _too_careful(seen: Observed, here: Iterable[PodSeen]) -> Iterable[Action]:
 
 
 def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
-    """A pod's place is known when it has a machine, and not before. Its agent waits a little for it."""
+    """Tells agents their machines' places, which are known only once a pod has a machine. An agent waits a little for this."""
     for pod in nodes:
         machine = seen.machines.get(pod.machine or "")
         if pod.waits_for_place and pod.stays and machine is not None:
@@ -327,7 +331,8 @@ def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
 def _crashing(
     seen: Observed, mine: Mapping[str, PodSeen], here: Iterable[PodSeen], wanted: int
 ) -> Iterable[Action]:
-    """Deleted once as many as are wanted have a machine: where there is no other one, it may still come to work on this one."""
+    """Deletes crashing nodes once as many others as are wanted have a machine. If there is no other machine, a crashing node may
+    still come to work on its own."""
     if sum(pod.machine is not None for pod in here) >= wanted:
         for name, crash in crashing_nodes(seen).items():
             pod = mine[name]
@@ -336,9 +341,9 @@ def _crashing(
 
 
 def _here(seen: Observed, job: HoldfastJob, nodes: Iterable[PodSeen]) -> list[PodSeen]:
-    """The pods that count as nodes."""
-    # Nodes on machines that are to be emptied are not counted: each is replaced while it still trains, so that its
-    # successor has been scheduled and has its image when it leaves.
+    """The pods that count as nodes of the job."""
+    # Nodes on machines that are to be emptied do not count: each is replaced while it still trains, so that its successor
+    # has a machine and its image by the time it leaves.
     gone = lost_nodes(seen) | going_nodes(seen) | queues.taken_back(seen, job).keys()
     gone |= crashing_nodes(seen).keys()
     return [pod for pod in nodes if pod.stays and pod.name not in gone and not _given_up(seen, pod)]
@@ -351,8 +356,8 @@ def _make(seen: Observed, job: HoldfastJob, missing: int, allowed: queues.Grante
         if (number := names.number_of(job.id.name, name)) is not None
     )
     avoid = _avoided(seen)
-    # Two looks for one pod: the first writes its number, the second makes it. An operator that is killed in between has
-    # wasted a number, and has not made a pod that nobody counts.
+    # A pod takes two reconciliations: the first writes its number, the second creates it. An operator that is killed in
+    # between wastes a number, but never creates a pod that is not accounted for.
     for place, number in enumerate(unmade[: max(0, min(missing, MOST_MADE))]):
         yield MakeNode(number, avoid, "" if allowed is None else allowed.free[place])
     count = min(missing, MOST_MADE) - len(unmade)
@@ -361,20 +366,21 @@ def _make(seen: Observed, job: HoldfastJob, missing: int, allowed: queues.Grante
 
 
 def _avoided(seen: Observed) -> frozenset[str]:
-    """Machines on which nothing new is to run."""
+    """Machines on which no new pod is to run."""
     left = lost_nodes(seen) | crashing_nodes(seen).keys()
     machines = frozenset(pod.machine for pod in seen.pods if pod.name in left and pod.machine)
-    # The scheduler keeps away from cordons and taints by itself. Of a condition it knows nothing: what it puts there would be
-    # replaced at once, again and again where every machine is sick.
+    # The scheduler heeds cordons and taints by itself but ignores conditions. A pod on such a machine would be replaced at
+    # once, and again and again if every machine is sick.
     machines |= {machine.name for machine in seen.machines.values() if machine.is_avoided}
     return machines | (seen.said.bad_machines if seen.said else frozenset())
 
 
 def _may_be_over(seen: Observed, nodes: Iterable[PodSeen]) -> bool:
-    """Whether the job is about to end, so that no node is to be made in the place of one that has ended.
+    """Whether the job may be about to end, so that nodes that have ended must not be replaced.
 
-    Agents end in order when their coordinator says so, and at the end of a job they are gone before it is. While it is silent
-    nobody knows which of the two it was: it says so when it speaks again, or its pod's last words do.
+    Agents end in order when their coordinator tells them to, and at the end of a job they are gone before the coordinator. While
+    it does not answer, a node that ended in order may mean either. Its next report decides that, or its pod's termination
+    message.
     """
     if seen.said is not None:
         return seen.said.outcome is not None
@@ -382,7 +388,8 @@ def _may_be_over(seen: Observed, nodes: Iterable[PodSeen]) -> bool:
 
 
 def wanted_nodes(seen: Observed, job: HoldfastJob) -> int:
-    """Nodes that are to be there, spares included: the coordinator's word, or the last one, or the object's."""
+    """Number of nodes that the job should have, spares included: by the coordinator's report, else by its last one in the status,
+    else by the object."""
     if seen.said is not None:
         return seen.said.wanted
     known = seen.status.nodes.wanted if seen.status.nodes is not None else None
@@ -390,14 +397,14 @@ def wanted_nodes(seen: Observed, job: HoldfastJob) -> int:
 
 
 def lost_nodes(seen: Observed) -> frozenset[str]:
-    """Those that the coordinator gave up, and that are not waited for."""
+    """Nodes that the coordinator gave up, without the `returning_nodes`."""
     orders = seen.said.orders if seen.said else ()
     given_up = frozenset(order.node for order in orders if isinstance(order, ReleaseNode))
     return given_up - returning_nodes(seen) if given_up else given_up
 
 
 def going_nodes(seen: Observed) -> frozenset[str]:
-    """Those on machines that are to be emptied. They are replaced first."""
+    """Nodes on machines that are to be emptied. Their replacements are created before they leave."""
     return frozenset(
         pod.name
         for pod in seen.pods
@@ -414,31 +421,32 @@ def _given_up(seen: Observed, pod: PodSeen) -> bool:
 
 def _is_lost(seen: Observed, pod: PodSeen) -> bool:
     known = seen.said.nodes.get(pod.name) if seen.said is not None else None
-    # Only what the coordinator said of it. A node that it does not list has not joined yet, which is no
-    # reason to delete its pod.
+    # Only if the coordinator lists it as not alive. A node that it does not list has not joined yet, which is no reason to
+    # delete its pod.
     return known is not None and not known.alive
 
 
 def _surplus(seen: Observed, here: list[PodSeen], count: int) -> Iterable[Action]:
-    """Pods that are too many and never joined. Of those that did the coordinator chooses who leaves."""
-    # Those without a machine go first, since they hold nothing, and of the others the newest.
+    """Deletes superfluous pods that never joined. Among those that did, the coordinator chooses which leave."""
+    # Pods without a machine go first, since they hold no resources, and then the newest.
     idle = [pod for pod in here if _never_joined(seen, pod)]
     for pod in sorted(idle, key=lambda pod: (pod.machine is not None, -pod.number))[:count]:
         yield _delete(pod, "the job wants fewer nodes")
 
 
 def _never_joined(seen: Observed, pod: PodSeen) -> bool:
-    """Neither in the coordinator's list nor ready: such a pod has no part in training, so its end costs no step."""
+    """Whether it is neither in the coordinator's list nor ready. Such a pod takes no part in training, so deleting it costs no
+    step."""
     return seen.said is not None and pod.name not in seen.said.nodes and not pod.ready
 
 
 def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
-    """Carries out what the coordinator ordered, and acknowledges what is done."""
+    """Carries out the coordinator's orders, and acknowledges those that are done."""
     if seen.said is None:
         return
     gone = lost_nodes(seen) | going_nodes(seen) | crashing_nodes(seen).keys()
-    # Counted without those that go: an order for a node is done when as many as are wanted stay, and not when
-    # any pod was made.
+    # Nodes that leave do not count: an order for a node is done when as many as are wanted stay, and not when some pod has
+    # been created.
     enough = sum(pod.stays and pod.name not in gone for pod in mine.values()) >= seen.said.wanted
     for order in seen.said.orders:
         match order:
@@ -447,7 +455,7 @@ def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Itera
                 if pod is None or pod.deleting:
                     yield Tell(OrderDone(order.order_id))
                 elif order.node in gone:
-                    # as_seen: its agent may be back by now. Then its container was started again.
+                    # as_seen: its agent may be back by now. Its container was restarted then, and its version changed.
                     grace_s = None if order.planned else LOST_GRACE_S
                     yield _delete(pod, order.reason, grace_s, as_seen=order.may_return)
             case ProvideNode() if enough:
@@ -461,8 +469,12 @@ def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Itera
 def _news(
     seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen], unlent: Mapping[str, str]
 ) -> Iterable[Action]:
-    """What the coordinator should know of its nodes: a change that is announced costs no step. unlent: nodes without quota,
-    and why."""
+    """Tells the coordinator what happens to its nodes' pods and machines. A loss that is announced costs no step.
+
+    Args:
+        mine: the job's node pods, by name.
+        unlent: nodes without quota, each with the reason.
+    """
     if seen.said is None:
         return
     yield from _memory_news(seen, job, mine)
@@ -470,8 +482,8 @@ def _news(
     for name in sorted(seen.said.alive - released - seen.told):
         pod = mine.get(name)
         if pod is None:
-            # Only a name that is ours: an agent that somebody started by hand is the coordinator's affair. And only what the
-            # API server has said: a pod that lost its label trains on.
+            # Only names that the operator gives: agents that were started by hand have no pods. And only if the API server
+            # has confirmed it: a pod that merely lost its label is still training.
             if names.number_of(job.id.name, name) is not None and name in seen.absent:
                 yield Tell(NodeTaken(name, "its pod is gone"), name)
         elif pod.ended:
@@ -480,7 +492,7 @@ def _news(
             within_s = float(job.spec.disruption.grace_seconds)
             yield Tell(NodeGoing(name, "its pod is being deleted", within_s), name)
         elif name in unlent:
-            # With a deadline: nothing comes in its place, so it must not wait for a replacement.
+            # With a deadline, so that it does not wait for a replacement: without quota there will be none.
             within_s = float(job.spec.disruption.grace_seconds)
             yield Tell(NodeGoing(name, unlent[name], within_s, NoticeCause.PREEMPTION), name)
         elif name in going:
@@ -491,21 +503,22 @@ def _news(
 
 
 def _memory_news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
-    """Where the kernel killed a whole container, the coordinator has seen a node that was lost, and nobody there can say why."""
+    """Tells the coordinator of containers that the kernel killed for memory. It sees only that the node is lost: no process is
+    left there that could report why."""
     limit = quantity_of_limit(job.spec, "memory")
     for name, pod in mine.items():
         if pod.out_of_memory_s is None:
             continue
         age_s = seen.now_s - pod.out_of_memory_s
-        # Not at once: the coordinator has to know of the loss by then, or the news would be about nothing. And no later than it
-        # knows: the pod may be about to go, and its status with it.
+        # Not immediately, because the message makes sense only once the coordinator knows of the loss. But as soon as it
+        # does, because the pod may be about to go, and its status with it.
         if (0.0 if _is_lost(seen, pod) else OOM_FROM_S) <= age_s <= OOM_UNTIL_S:
             news = NodeOutOfMemory(name, None if limit is None else int(limit), age_s)
             yield Tell(news, f"{name} at {pod.out_of_memory_s:.0f}")
 
 
 def _numbers_together(actions: list[Action], run: int, term: int, next_number: int) -> tuple[Action, ...]:
-    """One write for all counters, after everything else that needs none."""
+    """The actions with all `Number`s merged into one at the end, so that the counters take one write."""
     numbers = [one for one in actions if isinstance(one, Number)]
     rest: list[Action] = [one for one in actions if not isinstance(one, Number)]
     if numbers:
@@ -523,7 +536,7 @@ def _numbers_together(actions: list[Action], run: int, term: int, next_number: i
 
 
 def _end(seen: Observed, job: HoldfastJob) -> JobEnd | None:
-    """How the run ended; None: it did not."""
+    """How the run ended; None: it has not."""
     termination_message = _termination_message(seen)
     if termination_message is not None and queues.was_taken_back(termination_message, job):
         return None  # it goes on when it is admitted again
@@ -540,7 +553,7 @@ def _end(seen: Observed, job: HoldfastJob) -> JobEnd | None:
         return JobEnd(*broken)
     counts_s = queues.counts_from_s(seen, job)
     policy = job.spec.run_policy
-    # Time in a queue does not count, and time between two tries does.
+    # Time in a queue does not count towards the deadline, but time between two tries does.
     waits = seen.status.holds(ConditionType.SUSPENDED) and seen.status.waiting is None
     late = not waits and counts_s is not None and seen.now_s - counts_s >= policy.startup_deadline_seconds
     if late:
@@ -549,14 +562,14 @@ def _end(seen: Observed, job: HoldfastJob) -> JobEnd | None:
 
 
 def _termination_message(seen: Observed) -> TerminationMessage | None:
-    """Of this run's coordinator. One of an earlier run has nothing to say about this one."""
+    """The termination message of this run's coordinator; None: there is none. Those of earlier runs do not count."""
     run = seen.status.run or 0
-    told = [
+    pods = [
         pod for pod in seen.pods if pod.coordinator and pod.run == run and pod.termination_message is not None
     ]
-    # The highest term: an older coordinator that was cut off may have ended with other words, about a job
-    # that went on.
-    newest = max(told, key=lambda pod: pod.number, default=None)
+    # That of the highest term: an older coordinator that was cut off may have ended with another message, while the job
+    # continued.
+    newest = max(pods, key=lambda pod: pod.number, default=None)
     return None if newest is None else newest.termination_message
 
 
@@ -566,8 +579,8 @@ def _why_not_started(seen: Observed) -> str:
 
 
 def _over(seen: Observed) -> Plan:
-    """For ever: nothing starts again, whatever is deleted below it."""
-    job = current(seen)  # its runPolicy may change at any time, also now
+    """The plan for a job that has ended. Nothing of it is started again, whichever of its objects is deleted."""
+    job = current(seen)  # its runPolicy may change at any time, even after the end
     failed = seen.status.holds(ConditionType.FAILED)
     policy = job.spec.run_policy if job is not None else None
     clean = policy.clean_pods if policy is not None else "KeepFailed"
@@ -599,15 +612,16 @@ def _deleted(seen: Observed) -> Plan:
     assert seen.deleted_s is not None
     left_s = seen.deleted_s + grace_s + LEAVE_S - seen.now_s
     if over or seen.skip_save or left_s <= 0 or not _saves(seen):
-        # Agents that are asked to leave wait for a coordinator that lets them, as long as their grace is. Somebody who wants nothing
-        # saved does not wait for that.
+        # An agent that is asked to leave waits for its coordinator's permission, up to its grace period. There is no need for
+        # that if nothing is to be saved.
         at_once = LOST_GRACE_S if seen.skip_save and not over else None
-        # That there is nothing to save is what the pods show, as everything is that an operator sees late: by now they may train.
+        # If only the pods show that there is nothing to save, that may be out of date: they may be training by now.
         as_seen = not (over or seen.skip_save or left_s <= 0 or _termination_message(seen) is not None)
         actions = [_delete(pod, DELETED, at_once, as_seen) for pod in seen.pods if not pod.deleting]
-        # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
+        # The status of a job that has ended is kept: removing the finalizer may take several tries, and somebody may be
+        # waiting for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
-        # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
+        # The finalizer does not wait until the pods are gone: with a lost machine the object would never go.
         is_late = not over and left_s <= 0 and _saves(seen)
         warnings = [Warn(reason="NotSaved", text=NOT_SAVED, about="deletion")] if is_late else []
         return Plan((*warnings, *actions, RemoveFinalizer()), status)
@@ -622,7 +636,7 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
         as_seen = _termination_message(seen) is None and not seen.skip_save
         actions = tuple(_delete(pod, SUSPENDED, as_seen=as_seen) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=SUSPENDED))
-    # What the next run is started with is read anew, and its quota asked for anew.
+    # The next run starts with the object's spec of then, and requests its quota again.
     left: list[Action] = [*_left(seen)]
     left += queues.give_up(seen)
     rests = status_of(seen, job, suspended=True)
@@ -632,7 +646,8 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
 def _stop(
     seen: Observed, job: HoldfastJob | None, reason: str, cause: NoticeCause = NoticeCause.STOP
 ) -> tuple[Action, ...]:
-    """Has the state saved. A coordinator that was lost meanwhile is replaced for it: nobody else can."""
+    """Asks the coordinator to save the state and end the job. If the coordinator is lost, it is replaced first, since only a
+    coordinator can do this."""
     status = seen.status
     actions: list[Action] = [] if job is None else list(_coordinator(seen, job, status.term or 0))
     if seen.said is not None:
@@ -641,34 +656,36 @@ def _stop(
 
 
 def _saves(seen: Observed) -> bool:
-    """There is a state to be saved, and nobody has said that it is. A job that never came so far has none: whoever
-    suspends one whose image is missing wants its pods gone."""
+    """Whether there is a state to save, and no coordinator has reported the end yet. A job that has not trained has none: the
+    pods of a suspended job whose image is missing, for example, can be deleted at once."""
     if _termination_message(seen) is not None or not seen.pods:
         return False
     if seen.said is not None or _may_answer(seen):
         return True
-    # An operator before this one may have deleted all pods because the state was saved, and the coordinator that said so is
-    # gone first. Another coordinator would wait in vain for nodes that all leave.
+    # An earlier operator may have deleted all pods because the state was saved, and the pod of the coordinator that reported
+    # so may be gone first. A new coordinator would wait in vain for nodes that all leave.
     if not any(pod.stays for pod in seen.pods):
         return False
-    # Nodes that had a coordinator may have a state, although this operator has heard of no step.
+    # Nodes that have been connected to a coordinator may have a state, even if no step was reported to this operator.
     met = any(one is not None and one.term > 0 for one in seen.hearings.values())
     return met or queues.has_trained(seen, seen.status)
 
 
 def _may_answer(seen: Observed) -> bool:
-    """A coordinator runs and was not asked in vain for long. An operator that has just begun, and one whose question was lost, know
-    of no step; pods that they deleted for that would take the state with them, and wait for a coordinator until their grace is over.
+    """Whether a coordinator runs and has not been silent for long.
+
+    An operator that has just started, or whose request was lost, knows of no step. If it deleted the pods for that, the state
+    would be lost with them, and they would wait for a coordinator until their grace period is over.
     """
     newest = next((pod for pod in seen.pods if pod.coordinator and pod.number == seen.status.term), None)
     if newest is None or not newest.stays or why_lost(seen):
         return False
-    # A coordinator of which the watch shows no start may have nodes already, if theirs run.
+    # Even if the watch does not show the coordinator as running yet, it may have nodes already, provided that their pods run.
     if newest.phase != "Running" and not any(pod.phase == "Running" for pod in seen.pods):
         return False
-    word = seen.status.condition(ConditionType.COORDINATOR_READY)
-    since_s = None if word is None else from_timestamp(word.last_transition_time)
-    return word is None or word.status == "True" or since_s is None or seen.now_s - since_s < ANSWERS_S
+    ready = seen.status.condition(ConditionType.COORDINATOR_READY)
+    since_s = None if ready is None else from_timestamp(ready.last_transition_time)
+    return ready is None or ready.status == "True" or since_s is None or seen.now_s - since_s < ANSWERS_S
 
 
 def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
@@ -677,7 +694,7 @@ def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
 
 
 def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
-    """When a deadline comes."""
+    """Seconds until the next deadline; None: there is none."""
     began_s, counts_s = _began_s(seen), queues.counts_from_s(seen, job)
     if began_s is None:
         return None
@@ -700,7 +717,12 @@ def _began_s(seen: Observed) -> float | None:
 
 
 def _delete(pod: PodSeen, reason: str, grace_s: int | None = None, as_seen: bool = False) -> DeletePod:
-    """as_seen: for a reason that the pod itself shows and that may pass. What was seen may be old: by now the pod may have a
-    machine, or its agent may work, and train. Then its object has another version."""
+    """Deletes a pod.
+
+    Args:
+        grace_s: None: the pod's own grace period.
+        as_seen: only while the object has the version that was observed. For reasons that may pass: by now the pod may have a
+            machine, or its agent may be training, and then its version has changed.
+    """
     version = pod.version if as_seen else None
     return DeletePod(name=pod.name, uid=pod.uid, reason=reason, grace_s=grace_s, version=version)
