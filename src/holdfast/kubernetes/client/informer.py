@@ -1,7 +1,7 @@
 """A copy of all objects of one kind, kept up to date by a list and a watch.
 
-A watch can end at any moment. It goes on from the last version that it told; where the server has forgotten that, everything
-is listed anew, and what is not in the list any more was deleted meanwhile.
+A watch can end at any moment. The next one continues from the last version that was received. If the server does not have that
+version any more, everything is listed again, and objects that are not in the new list were deleted in the meantime.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Informer:
     """Calls back for each change.
 
     Attributes:
-        listed: set once everything is known. Before that, nothing that is missing counts as deleted.
-        restarts: lists after the first one.
+        listed: set after the first list. Before that, a missing object does not count as deleted.
+        restarts: number of lists after the first one.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Informer:
         on_gone: Callable[[Object], None],
         backoff: Backoff | None = None,
     ) -> None:
-        """on_list: is given all objects and the version at which they were so."""
+        """on_list: receives all objects, and the version of the list."""
         self._backoff = backoff or Backoff()
         self._api, self._path, self._query = api, path, query
         self._on_list, self._on_change, self._on_gone = on_list, on_change, on_gone
@@ -43,19 +43,19 @@ class Informer:
         self.restarts = 0
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises ApiError where the operator has no right to look."""
+        """Runs until cancelled. Raises ApiError if the operator lacks the permission to list or watch."""
         version = ""
         while True:
             try:
                 if not version:
                     version = await self._list()
-                # Closed at once and not by the garbage collector: it holds a connection.
+                # Closed explicitly instead of by the garbage collector, because it holds a connection.
                 async with aclosing(self._api.watch(self._path, self._query, version)) as events:
                     async for event in events:
                         version = event["object"]["metadata"]["resourceVersion"]
                         self._backoff.reset()
                         self._take(event)
-                # A server that ends each watch at once must not be asked in a circle.
+                # With a pause, in case the server ends each watch at once.
                 await self._wait(NoApiAnswer("the watch has ended"))
             except ApiError as error:
                 if error.is_gone:

@@ -1,8 +1,8 @@
-"""Which of several operators acts: the holder of a Lease.
+"""Leader election: of several operators, the holder of a Lease acts.
 
-The holder renews it, and stops what it does before another one may take it. Who waits measures with its own clock for how
-long the Lease has not changed: clocks of two machines are never compared. What fences a leader that was stopped and thaws is
-not this, but the versions and uids in its writes.
+The holder renews the Lease, and stops its work before another operator may take it. A waiting operator measures with its own
+clock how long the Lease has not changed, so that the clocks of two machines are never compared. A former leader that was
+suspended and resumed is not fenced by the Lease but by the versions and uids in its writes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, Object
 _log = logging.getLogger(__name__)
 
 
-# Two never lead, because deadline_s is less than duration_s and each measures to its own disadvantage. The holder counts
-# from before its request, which may have been carried out at once. Who waits counts from when it saw the change, which is
-# after it was made. So the holder's work is cancelled before anybody else may take the Lease.
+# There are never two leaders, because deadline_s is less than duration_s and both sides measure conservatively. The holder counts
+# from before its request, which may have been carried out immediately. A waiting operator counts from when it saw the change,
+# which is after it was made. So the holder's work is cancelled before another operator may take the Lease.
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a Lease lives."""
+    """The intervals of a Lease, in seconds."""
 
     duration_s: float = 15.0
-    """Unchanged for so long, it can be taken."""
+    """Time without a change after which another operator may take it."""
     deadline_s: float = 10.0
-    """A holder that could not renew it for so long stops."""
+    """Time without a successful renewal after which its holder stops."""
     every_s: float = 2.0
-    """Between two looks."""
+    """Time between two attempts to take or renew it."""
 
 
 class Lease:
@@ -47,8 +47,12 @@ class Lease:
         self._version, self._since_s = "", 0.0
 
     async def lead(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Waits for the Lease and works for as long as it is held. Returns when it was lost; raises what the work raises, and
-        ApiError where the Lease is refused."""
+        """Waits for the Lease, and runs `work` while it is held. Returns when it is lost, or when the work ends.
+
+        Raises:
+            ApiError: the Lease was refused.
+            Exception: whatever `work` raises.
+        """
         while not await self._try():  # noqa: ASYNC110 - another machine's Lease
             await asyncio.sleep(self._times.every_s)
         _log.info("leading", extra={"identity": self._identity})
@@ -65,7 +69,7 @@ class Lease:
             await asyncio.gather(working, keeping, return_exceptions=True)
 
     async def release(self) -> None:
-        """Gives it back, if it is held, so that the next operator need not wait until it is out of date."""
+        """Gives the Lease back, if it is held, so that the next operator need not wait until it expires."""
         try:
             there = await self._api.get(f"{self._folder}/{self._name}")
             if there.get("spec", {}).get("holderIdentity") == self._identity:
@@ -87,7 +91,7 @@ class Lease:
                         _log.warning("another operator leads now")
                         return
                     if held:
-                        # From before the request: it may have been carried out long before it was answered.
+                        # Counted from before the request, which may have been carried out long before it was answered.
                         renewed_s = began_s
             except TimeoutError:
                 pass
@@ -96,15 +100,15 @@ class Lease:
                 return
 
     async def _try(self) -> bool | None:
-        """Takes or renews it; False: it is another's; None: nobody answers, so whose it is is not known."""
+        """Takes or renews the Lease. False: another operator holds it; None: there was no answer, so that is not known."""
         try:
             return await self._take()
         except NoApiAnswer as error:
             _log.info("%s", error)
         except ApiError as error:
             if error.is_unknown:
-                # After an outage the kubelet takes up to some minutes to bring the next token. A process that ended would read
-                # the same file, and wait ever longer to be started again.
+                # After an outage the kubelet may take some minutes to provide a new token. If this process ended, the next one
+                # would read the same file, and the kubelet would wait longer and longer before each restart.
                 _log.warning("the API server does not know this operator's token: %s", error)
             elif error.status not in (404, 409) and not error.may_pass:
                 raise
@@ -121,14 +125,14 @@ class Lease:
         version = there["metadata"]["resourceVersion"]
         spec = there.get("spec", {})
         now_s = time.monotonic()
-        # By this machine's clock alone, however old `renewTime` is: it was written by another one's. An operator that has
-        # just started therefore waits a whole duration for a Lease that somebody holds.
+        # Only by this machine's clock, however old `renewTime` is, which was written by another machine's. So an operator that
+        # has just started waits a whole duration for a Lease that has a holder.
         if version != self._version:
             self._version, self._since_s = version, now_s
         holder = spec.get("holderIdentity") or ""
         if holder not in ("", self._identity) and now_s - self._since_s < self._times.duration_s:
             return False
-        # Refused where somebody else was quicker: the version is that of what was read.
+        # Refused if another operator was quicker, because it has the version that was read.
         taken = await self._api.request("PUT", f"{self._folder}/{self._name}", None, self._object(there))
         return self._is_held(taken)
 

@@ -1,7 +1,7 @@
-"""HTTP to a port of a pod, by the API server's proxy: for whoever is outside of the cluster.
+"""HTTP to a port of a pod through the API server's proxy, for clients outside of the cluster.
 
-The API server proves itself by its certificate, and checks that the caller may reach the pod (`pods/proxy`). It keeps
-`Authorization` for itself, so what the pod is shown goes in a header of our own.
+The API server authenticates itself by its certificate, and checks that the caller may reach the pod (`pods/proxy`). It does not
+pass on `Authorization`, so the proof for the pod is sent in a header of our own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from holdfast.protocol.network.proof import ANSWER_HEADER, OWN_HEADER, Question
 
 CONNECT_S = 5.0
 HEARTBEAT_S = 5.0
-"""Between two questions over a WebSocket whether its other end lives; it has half of that to answer."""
+"""Seconds between two pings over a WebSocket; the other end has half of that to answer."""
 
 
 class Tunnel:
-    """To one port of the pods of a namespace. client: a `kubernetes_asyncio.client.ApiClient`."""
+    """Connections to one port of the pods of a namespace. client: a `kubernetes_asyncio.client.ApiClient`."""
 
     def __init__(self, client: Any, namespace: str, port: int) -> None:
         self._client, self._namespace, self._port = client, namespace, port
 
     async def ask_openly(self, pod: str, path: str, limit_s: float) -> Answer:
-        """A page that a pod shows to anybody.
+        """Reads a page that a pod serves without authentication.
 
         Raises:
             aiohttp.ClientError, TimeoutError: the API server does not answer.
@@ -43,13 +43,13 @@ class Tunnel:
     async def request(
         self, pod: str, where: Endpoint, token: str, method: str, path: str, body: str, limit_s: float
     ) -> Answer:
-        """As `protocol.network.http_client.request`, of the coordinator in this pod.
+        """Like `protocol.network.http_client.request`, to the coordinator in this pod.
 
         Raises:
-            Unproven: another one answered, perhaps the API server itself: the pod did not take the request.
-            aiohttp.ClientError, TimeoutError: it may have been carried out, or not.
+            Unproven: something else answered, perhaps the API server itself, and the pod did not accept the request.
+            aiohttp.ClientError, TimeoutError: the request may have been carried out, or not.
         """
-        # For this one request: the proof covers method and path, so nobody on the way can use it for another.
+        # Valid for this request only: the proof covers method and path, so nobody in between can use it for another one.
         question = Question(token, where.name, method, path)
         url, headers = await self._address(pod, path)
         headers[OWN_HEADER] = question.authorization
@@ -58,7 +58,7 @@ class Tunnel:
             method, url, headers=headers, data=body.encode() or None, timeout=limit
         ) as response:
             data = await response.read()
-            # Before the answer is used: who stands between can answer by itself, with any status.
+            # Checked before the answer is used, because anything in between can answer by itself, with any status.
             if not question.proves(response.headers.get(ANSWER_HEADER, "")):
                 raise Unproven(f"{pod} cannot be reached: {data[:200].decode(errors='replace').strip()}")
             return Answer(response.status, response.headers, data)
@@ -67,10 +67,10 @@ class Tunnel:
     async def socket(
         self, pod: str, where: Endpoint, token: str, path: str, limit_s: float
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        """A WebSocket of the coordinator in this pod. limit_s: for its opening.
+        """A WebSocket to the coordinator in this pod. limit_s: the time for closing it.
 
         Raises:
-            Unproven: another one answered.
+            Unproven: something else answered.
             aiohttp.ClientError, TimeoutError: it cannot be opened.
         """
         question = Question(token, where.name, "GET", path)
@@ -79,14 +79,13 @@ class Tunnel:
         async with self._session.ws_connect(
             url,
             headers=headers,
-            # The API server holds a connection for as long as it is asked to, also one to a machine that is gone.
+            # Without pings the API server would keep a connection open even if its machine is gone.
             heartbeat=HEARTBEAT_S,
-            # A ledger is one message, of any size.
+            # A ledger is sent as one message, of any size.
             timeout=aiohttp.ClientWSTimeout(ws_close=limit_s),
             max_msg_size=0,
         ) as socket:
-            # aiohttp gives no public way to the headers of the handshake. Without this look anybody's
-            # socket would be believed.
+            # aiohttp has no public API for the headers of the handshake. Without this check anybody's socket would be trusted.
             if not question.proves(socket._response.headers.get(ANSWER_HEADER, "")):
                 raise Unproven(
                     f"the process that answers for {pod} has not proved that it is the job's coordinator"
@@ -94,26 +93,26 @@ class Tunnel:
             yield socket
 
     async def run(self, pod: str, container: str, command: list[str]) -> AsyncIterator[bytes]:
-        """What a command in a container prints, as it comes (`pods/exec`).
+        """Runs a command in a container (`pods/exec`); yields its output as it arrives.
 
         Raises:
             aiohttp.ClientError: it cannot be started.
         """
         asked = [("container", container), ("stdout", "true"), ("stderr", "true")]
-        query = urlencode([*asked, *(("command", word) for word in command)])
+        query = urlencode([*asked, *(("command", argument) for argument in command)])
         url = f"{self._host}/api/v1/namespaces/{self._namespace}/pods/{pod}/exec?{query}"
         headers = await self._credentials()
         headers["Sec-WebSocket-Protocol"] = "v4.channel.k8s.io"
         async with self._session.ws_connect(url, headers=headers) as socket:
             async for frame in socket:
-                # The first byte is the channel: 1 is what was printed; 2 are errors of the command, 3 its end.
+                # The first byte is the channel: 1 is standard output, 2 standard error, and 3 the exit status.
                 if frame.type is aiohttp.WSMsgType.BINARY and frame.data[:1] in (b"\x01", b"\x02"):
                     yield frame.data[1:]
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        # The client's own session knows the cluster's certificates and the person's. Ours would have
-        # to read the kubeconfig again.
+        # The client's own session has the certificates of the cluster and of the user. A session of our own would have to read
+        # the kubeconfig again.
         session: aiohttp.ClientSession = self._client.rest_client.pool_manager
         return session
 
@@ -122,12 +121,12 @@ class Tunnel:
         return str(self._client.configuration.host).rstrip("/")
 
     async def _address(self, pod: str, path: str) -> tuple[Any, dict[str, str]]:
-        # Encoded already, as the coordinator reads it: what is proven is the path to the last byte.
+        # Marked as encoded, so that the coordinator reads exactly this path: the proof covers every byte of it.
         at = f"{self._host}/api/v1/namespaces/{self._namespace}/pods/http:{pod}:{self._port}/proxy{path}"
         return URL(at, encoded=True), await self._credentials()
 
     async def _credentials(self) -> dict[str, str]:
         headers: dict[str, str] = {}
-        # Asked for each request: a token of a cloud ends after a while, and the client renews it.
+        # Read for each request: tokens of clouds expire, and the client renews them.
         await self._client.update_params_for_auth(headers, [], ["BearerToken"])
         return headers

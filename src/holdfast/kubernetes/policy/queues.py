@@ -291,8 +291,8 @@ MOST_BACK_OFF_S = 600.0
 
 
 def waiting_status(seen: Observed, job: HoldfastJob, status: JobStatus) -> JobStatus:
-    """The status with an updated `waiting`: how many machines the starting job holds, and since when. If `until` is set in it, the
-    job is to give its machines back now."""
+    """The status with an updated `waiting`: how many machines the starting job holds, and since when. If `until` is set in it,
+    the job is to give its machines back now."""
     scheduling = job.spec.scheduling
     is_asked = scheduling.give_back_seconds or scheduling.gang is not None
     if job.queue or not is_asked or has_trained(seen, status):

@@ -1,5 +1,7 @@
-"""One job's task and its coordinator: which one it listens to, what that says, what it is told, and whether nodes hear it. A coordinator
-proves itself before anything of it is believed.
+"""How a job's task talks to the job's coordinator: which one it listens to, the reports and messages, and what nodes report of
+it.
+
+A coordinator must prove that it knows the job's token before anything of it is used.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ _log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 AGAIN_S = 1.0
-"""Between two tries to reach it."""
+"""Seconds between two tries to connect."""
 ASK_ANYWAY_S = 5.0
-"""So often a coordinator is asked at least, to which no connection can be kept."""
+"""Interval at which a coordinator is queried although no connection to it can be kept."""
 
 
 # ---------------------------------------------------------------- the connection to one coordinator
@@ -56,22 +58,22 @@ class Silent(HoldfastError):
 
 
 class RefusedByCoordinator(HoldfastError):
-    """It answers, and does not do what was asked. `str` has its words."""
+    """The coordinator answers but refuses a request. `str` is its message."""
 
 
 class JobLink:
-    """`follow` chooses the coordinator; the rest is about that one."""
+    """The job's link to its coordinator. `follow` selects the coordinator that the other methods talk to."""
 
     def __init__(
         self, name: str, expected: Expectations, lookup: Callable[[str], Lookup], wake: Callable[[], None]
     ) -> None:
-        """lookup: of the coordinator at an address. wake: has the job's task look."""
+        """lookup: finds the coordinator at an address. wake: makes the job's task reconcile."""
         self._name, self._expected, self._lookup, self._wake = name, expected, lookup, wake
         self._link: CoordinatorConnection | None = None
         self._listening: asyncio.Task[None] | None = None
         self._since_s = 0.0
         self._in_vain_s: float | None = None
-        """When it was asked and did not answer; None: it answered the last time, or was not asked yet."""
+        """When it last failed to answer; None: it answered the last query, or was not queried yet."""
 
     @property
     def silent_s(self) -> float:
@@ -80,11 +82,16 @@ class JobLink:
 
     @property
     def listens(self) -> bool:
-        """There is a coordinator to listen to."""
+        """Whether a coordinator is selected."""
         return self._link is not None
 
     async def follow(self, pod: PodSeen | None, token: str, detection_s: float) -> None:
-        """Listens to this coordinator, and to no other. token: the job's. detection_s: its time to detect a lost node."""
+        """Listens to this coordinator only; None: to none.
+
+        Args:
+            token: the job's.
+            detection_s: the job's time to detect a lost node.
+        """
         wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
         if self._link is not None and (self._link.host, self._link.term) == wanted:
             return
@@ -103,14 +110,14 @@ class JobLink:
             self._listening = asyncio.create_task(self._link.listen())
 
     async def close(self) -> None:
-        """Listens to nobody."""
+        """Stops listening."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
         self._listening, self._link = None, None
 
     async def ask(self) -> CoordinatorReport | None:
-        """None: it does not answer now."""
+        """The coordinator's report; None: there is no coordinator, or it does not answer now."""
         if self._link is None:
             return None
         if (
@@ -118,21 +125,21 @@ class JobLink:
             and self._in_vain_s is not None
             and time.monotonic() - self._in_vain_s < ASK_ANYWAY_S
         ):
-            # A machine that is gone would be waited for at each look, and the nodes' word with it. Once there is a
-            # connection again the job's task looks at once.
+            # Otherwise each look would wait for a machine that is gone before it asks the nodes. As soon as there is a
+            # connection again, the job's task looks at once.
             return None
         try:
-            said = await self._link.ask()
+            report = await self._link.ask()
         except (Silent, RefusedByCoordinator):
             self._in_vain_s = time.monotonic()
             return None
         self._in_vain_s = None
         self._since_s = time.monotonic()
-        self._expected.meet(said.term, said.alive, [order.order_id for order in said.orders])
-        return said
+        self._expected.meet(report.term, report.alive, [order.order_id for order in report.orders])
+        return report
 
     async def talk(self, action: Tell | AskStop | AskResize) -> None:
-        """What it does not hear now is decided anew at the next look."""
+        """Sends the message of an action. If it does not arrive, the next look decides anew whether to send it."""
         if self._link is None:
             return
         try:
@@ -153,7 +160,10 @@ class JobLink:
 
 
 class CoordinatorConnection:
-    """To the coordinator at one pod's address. `changed` is called when it is reached, when it has a new order, and when it is lost."""
+    """A connection to the coordinator at one pod's address.
+
+    `changed` is called when the coordinator is reached, when it has a new order, and when the connection is lost.
+    """
 
     def __init__(
         self,
@@ -165,16 +175,16 @@ class CoordinatorConnection:
         changed: Callable[[], None],
         detection_s: float,
     ) -> None:
-        """detection_s: a machine that is silent for so long counts as one that does not answer."""
+        """detection_s: seconds of silence after which its machine counts as one that does not answer."""
         self.host, self.term = host, term
         self._token, self._changed = token, changed
         self._lookup, self._detection_s = lookup, detection_s
         self._where: Endpoint | None = None
         self.lost = False
-        """The connection that is kept to it has ended, or could not be made. Another one is tried all the time."""
+        """Whether the permanent connection has ended or could not be made; further attempts are being made."""
 
     async def listen(self) -> None:
-        """Until it is cancelled."""
+        """Keeps a connection to the coordinator until cancelled."""
         while True:
             with suppress(Silent, aiohttp.ClientError, OSError, TimeoutError):
                 where = await self._find()
@@ -185,8 +195,8 @@ class CoordinatorConnection:
                     give_up_when_gone(socket, self._detection_s)
                     self.lost = False
                     self._changed()
-                    # A word comes with each order. And the connection itself is a message: it ends with the
-                    # coordinator's process. So the operator looks at that moment and not at the next poll.
+                    # Each order sends a message. The end of the connection is a signal too, since it ends with the
+                    # coordinator's process. So the operator looks at that moment and not only at the next poll.
                     async for _ in socket:
                         self._changed()
             self._where, self.lost = None, True
@@ -194,13 +204,13 @@ class CoordinatorConnection:
             await asyncio.sleep(AGAIN_S)
 
     async def ask(self) -> CoordinatorReport:
-        """Raises Silent."""
+        """The coordinator's report. Raises Silent."""
         status, orders = await self._request("GET", "/status"), await self._request("GET", "/orders")
         return decode(
-            self._said, (status, orders), "what the coordinator answers cannot be read", error=Silent
+            self._read_report, (status, orders), "what the coordinator answers cannot be read", error=Silent
         )
 
-    def _said(self, answers: tuple[bytes, bytes]) -> CoordinatorReport:
+    def _read_report(self, answers: tuple[bytes, bytes]) -> CoordinatorReport:
         status, orders = answers
         return said_of(
             msgspec.json.decode(status, type=JobView),
@@ -209,19 +219,19 @@ class CoordinatorConnection:
         )
 
     async def tell(self, news: Availability) -> None:
-        """Raises Silent."""
+        """Sends news about nodes or orders. Raises Silent or RefusedByCoordinator."""
         await self._request("POST", "/engine", msgspec.json.encode(news))
 
     async def stop(self, reason: str, cause: NoticeCause) -> None:
-        """Raises Silent."""
+        """Asks it to save the state and end the job. Raises Silent or RefusedByCoordinator."""
         await self._request("POST", "/stop?" + urlencode({"reason": reason, "cause": cause.value}))
 
     async def resize(self, nodes: int) -> None:
-        """Raises Silent; RefusedByCoordinator with its words."""
+        """Asks for another number of nodes. Raises Silent, or RefusedByCoordinator with the reason."""
         await self._request("POST", "/resize?" + urlencode({"nodes": nodes, "reason": "the object changed"}))
 
     async def _find(self) -> Endpoint:
-        # Another term's at this address: the pod is gone, and its address is another one's.
+        # A coordinator of another term at this address means that the pod is gone and its address is used by another one.
         if self._where is None:
             self._where = await self._lookup.find()
         if self._where is None or self._where.term != self.term:
@@ -238,8 +248,8 @@ class CoordinatorConnection:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._where = None
             raise Silent(f"{method} {path}: {error or type(error).__name__}") from error
-        # It hands over or begins: asked again it may answer. Any other refusal is final, and the object's
-        # status has its words.
+        # 503: it is starting or handing over, and may answer a repeated request. Any other refusal is final, and its message
+        # is put into the object's status.
         if answer.status == 503:
             raise Silent(answer.words)
         if answer.status >= 400:
@@ -248,7 +258,7 @@ class CoordinatorConnection:
 
 
 def said_of(view: JobView, orders: EngineOrders, term: int) -> CoordinatorReport:
-    """Its pages `/status` and `/orders` as one value. Pure."""
+    """A coordinator's pages `/status` and `/orders` as one value. Pure."""
     training = {one.node for one in view.workers if one.rank is not None}
     newest = view.incidents[-1] if view.incidents else None
     snapshot = view.saving.snapshot
@@ -266,7 +276,7 @@ def said_of(view: JobView, orders: EngineOrders, term: int) -> CoordinatorReport
         loss=view.loss,
         goodput=view.goodput.share,
         level=view.level,
-        # Incidents are numbered from 1 on, and the view has the newest only.
+        # Incidents are numbered from 1, and the view has only the newest ones.
         incidents=newest.id if newest is not None else 0,
         open_incidents=sum(one.full_strength_s is None for one in view.incidents),
         last_incident=None if newest is None else f"incident {newest.id} on {newest.node}",
@@ -281,13 +291,13 @@ def said_of(view: JobView, orders: EngineOrders, term: int) -> CoordinatorReport
     )
 
 
-# ------------------------------------------------------------ the nodes' word: whether they hear their coordinator
+# ------------------------------------------------------------ what the nodes report of their coordinator
 
 NODE_ANSWER_S = 2.0
 MORE_S = 0.5
-"""So long others are waited for once most have answered, and a node on the machine of a coordinator, which may be lost with it. A new
-coordinator must not wait at each look for nodes that are gone. If such a node lives, it is reached as fast as the others, and the word of
-one beside the coordinator counts for little: it hears that one through one kernel."""
+"""Seconds to wait for a further answer once most nodes have answered, and for the answer of a node on a coordinator's machine,
+which may be lost together with it. Nodes that are gone must not delay each look, and with it a new coordinator. A node that lives
+answers as fast as the others. The answer of one on the coordinator's machine counts for little, since both are on one kernel."""
 _hearings = msgspec.json.Decoder(Hearing)
 
 
@@ -298,10 +308,16 @@ async def ask_nodes(
     machines: Collection[str | None] = (),
     port: int = AGENT_PORT,
 ) -> dict[str, Hearing | None]:
-    """What some of them say, by name, chosen anew each time; None: no answer in time, or none that is proven.
+    """Asks a random sample of nodes for their connection to the coordinator.
 
-    coordinator: they are told where it is. The cluster's name service may know a new coordinator's address much later. machines: of it and
-    of those before it.
+    Args:
+        token: the job's.
+        coordinator: its pod, whose address the nodes are told: the cluster's name service may know that of a new one much later.
+        machines: those of the job's coordinators, by whose nodes' answers the call must not be delayed.
+        port: of the agents.
+
+    Returns:
+        The answers by node; None: no answer in time, or one without proof.
     """
     asked = random.sample(nodes, min(VOTERS, len(nodes)))
     path = PATH
@@ -323,7 +339,7 @@ async def ask_nodes(
 
 
 async def _most(questions: set[asyncio.Task[Hearing | None]]) -> None:
-    """Waits for all answers, and once most are there only for as long as it takes the next one."""
+    """Waits for all answers, but once most have arrived for at most `MORE_S` for each further one."""
     left = questions
     while left:
         answered = sum(question.done() and question.result() is not None for question in questions)
@@ -346,6 +362,6 @@ async def _ask(pod: PodSeen, token: str, path: str, port: int, limit_s: float) -
             if answer.status != 200 or not 0 < (answer.content_length or 0) <= MAX_ANSWER_BYTES:
                 return None
             return decode(_hearings.decode, await answer.read(), "its hearing")
-    # An agent of an earlier version takes the connection and closes it.
+    # An agent of an earlier version accepts the connection and closes it.
     except (aiohttp.ClientError, OSError, TimeoutError, Damaged):
         return None

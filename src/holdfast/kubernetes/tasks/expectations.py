@@ -1,7 +1,7 @@
-"""What the operator has done for one job and not yet seen. All of it may be lost.
+"""The operator's expectations for one job: what it has done but not yet seen in the watch. Losing all of it does no harm.
 
-A watch is behind: what was made a moment ago is not there yet, and would be made again. So answers are taken in at once,
-and a pod that has gone is remembered by its uid, in case an older answer brings it back.
+A watch lags behind: a pod that was created a moment ago does not appear in it yet, and would be created again. So answers to
+requests are taken into account at once, and the uid of a deleted pod is remembered in case an older answer shows that pod again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from holdfast.kubernetes.policy.plan import (
 from holdfast.protocol.engine_orders import NodeOutOfMemory, OrderDone, ReleaseNode
 
 MOST_GONE = 4096
-"""Uids and names of pods that are gone: more than pods of one job that go within the life of a request."""
+"""Number of uids and names of deleted pods that are remembered: more than one job's pods that go during a request."""
 
 
 class PodTable:
-    """The job's pods, from the watch and from answers, whichever comes first."""
+    """The job's pods, from the watch and from answers to requests, whichever is newer."""
 
     def __init__(self) -> None:
         self._pods: dict[str, PodSeen] = {}
@@ -38,35 +38,35 @@ class PodTable:
 
     @property
     def all(self) -> tuple[PodSeen, ...]:
-        """By name."""
+        """Sorted by name."""
         return tuple(self._pods[name] for name in sorted(self._pods))
 
     @property
     def absent(self) -> frozenset[str]:
-        """Names of pods that were there, or may have been, and are not."""
+        """Names of pods that existed, or may have existed, and do not exist now."""
         return frozenset(self._absent)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pods
 
     def put(self, pod: PodSeen) -> None:
-        """The pod is there, and so."""
-        # A uid is never given twice. Without this, an answer that left the server before the deletion would
-        # bring the pod back, and it would count as a node for ever: no watch tells of its end again.
+        """Takes in a pod as the API server has it. Older versions are ignored."""
+        # A uid is never used twice. Without this, an answer that left the server before the deletion would bring the pod
+        # back, and it would count as a node for ever, because no watch reports its end again.
         if pod.uid in self._gone:
             return
         known = self._pods.get(pod.name)
-        # The watch may have told more already than the answer to a request: what it told is not told again. Going back, a pod
-        # of which the scheduler had said that it has no machine would count as one that nobody has looked at, for ever.
+        # The watch may already have reported a newer version than the answer to a request, and does not repeat it. If the
+        # older one replaced it, a pod that the scheduler found unschedulable would count as not yet looked at, for ever.
         if known is not None and known.uid == pod.uid and known.version > pod.version:
             return
-        # A deletion is never taken back, so a pod without one is the older news.
+        # A deletion cannot be undone, so a version without a deletion time is the older one.
         if known is not None and known.uid == pod.uid and known.deleting and not pod.deleting:
             return
         self._pods[pod.name] = pod
 
     def gone(self, name: str, uid: str) -> None:
-        """The pod is not there any more, and never will be."""
+        """The pod with this uid does not exist any more."""
         _remember(self._gone, uid)
         if (known := self._pods.get(name)) is None:
             _remember(self._absent, name)
@@ -75,8 +75,8 @@ class PodTable:
             _remember(self._absent, name)
 
     def lost_sight(self, pod: PodSeen) -> None:
-        """The watch tells of it no more."""
-        # A pod that somebody has deleted is gone. The watch says the same of one that has only lost its label.
+        """The watch does not show the pod any more."""
+        # A pod that was being deleted is gone. But the watch reports the same for one that has only lost its label.
         if pod.deleting:
             self.gone(pod.name, pod.uid)
         elif (known := self._pods.get(pod.name)) is not None and known.uid == pod.uid:
@@ -86,17 +86,17 @@ class PodTable:
                 self._pods[pod.name] = msgspec.structs.replace(known, unsure=True)
 
     def not_there(self, name: str) -> None:
-        """There is no pod of this name that is the job's."""
+        """The job has no pod of this name, according to the API server."""
         if (known := self._pods.get(name)) is not None:
             self.gone(name, known.uid)
         _remember(self._absent, name)
 
     def replace(self, pods: Iterable[PodSeen], version: int) -> None:
-        """All that there were at this version, after a watch that could not be resumed."""
+        """Takes in a list of all pods at this version, after a watch that could not be resumed."""
         listed = {pod.uid: pod for pod in pods}
         for pod in self.all:
-            # A pod that is newer than the list was made while the list was on its way. Taken for gone it would run
-            # unseen: what the watch tells of a uid that is gone is not believed.
+            # A pod that is newer than the list was created while the list was on its way. If it counted as gone, it would
+            # run unnoticed, because reports of a uid that is gone are ignored.
             if pod.uid not in listed and pod.version <= version:
                 self.lost_sight(pod)
         for pod in listed.values():
@@ -110,11 +110,11 @@ def _remember(known: dict[str, None], name: str) -> None:
 
 
 class Expectations:
-    """One job's memory. `granted`, `told` and `asked_nodes` are what `Observed` has.
+    """What the operator remembers of one job. For `granted`, `told` and `asked_nodes` see `Observed`.
 
     Attributes:
-        doubtful: names whose pods may have been made: the request was not answered. They are asked for before anything else.
-        refused: what the API server said of the job's objects when it last refused one; None: it took them.
+        doubtful: names of pods that may have been created, since the request had no answer. They are looked up first.
+        refused: the API server's message when it last refused one of the job's objects; None: it accepted them.
     """
 
     def __init__(self, job: str) -> None:
@@ -128,37 +128,49 @@ class Expectations:
         self._told: set[str] = set()
         self._told_of_memory: dict[str, str] = {}
         self._released: dict[tuple[str, int], tuple[float, int]] = {}
-        """By node and order: when this operator heard of it, and its pod's restarts then."""
+        """By node and order id: when this operator learned of the order, and the restarts of the node's pod then."""
         self._acknowledged: set[int] = set()
         self._warned: set[str] = set()
         self._term = 0
 
     @property
     def told(self) -> frozenset[str]:
-        """Nodes of which the coordinator of this term knows already."""
+        """Nodes whose departure the coordinator of this term has been told of."""
         return frozenset(self._told)
 
     def meet(self, term: int, alive: Iterable[str], orders: Iterable[int]) -> None:
-        """A coordinator answers. One of another term was told nothing."""
-        # Each term begins with what agents tell it. News that the one before was told may have been lost with
-        # it, so it is told again.
+        """Takes note of a coordinator's report. A coordinator of a new term has not been told anything yet.
+
+        Args:
+            alive: names of the nodes that are alive.
+            orders: ids of the open orders.
+        """
+        # A new term starts with what agents tell it. News that was sent to the term before may have been lost with it, so it
+        # is sent again.
         if term != self._term:
             self._term, self._told, self._acknowledged, self._told_of_memory = term, set(), set(), {}
-            # Each term counts its orders anew.
+            # Order ids start again with each term.
             self._warned = {about for about in self._warned if not about.startswith("order ")}
-        # Of a node that is gone nothing is to be remembered: its name does not come again, but a job may be long.
+        # Nothing is remembered of nodes that are gone: their names do not come again, and a long job has many.
         self._told &= set(alive)
         self._told_of_memory = {name: at for name, at in self._told_of_memory.items() if name in self.pods}
         there = set(orders)
         self._acknowledged &= there
         self._warned &= {f"order {one}" for one in there} | {pod.uid for pod in self.pods.all}
 
-    def released(self, said: CoordinatorReport | None, now_s: float) -> Mapping[str, Released]:
-        """Nodes that the coordinator gives up. now_s: of any clock that goes on."""
-        if said is not None:  # what was heard of a coordinator that is silent now is kept
-            # Between two looks a node may have come back and have been given up again. The second order counts anew: by the
-            # first one its pod would seem to have restarted since.
-            open_ = [(order.node, order.order_id) for order in said.orders if isinstance(order, ReleaseNode)]
+    def released(self, report: CoordinatorReport | None, now_s: float) -> Mapping[str, Released]:
+        """The nodes of the coordinator's open release orders, by name.
+
+        Args:
+            report: its report; None: it does not answer, and its last orders still count.
+            now_s: a monotonic clock.
+        """
+        if report is not None:
+            # Between two looks a node may have come back and have been given up again. So each order is counted separately:
+            # compared with the restarts at the first order, the pod would seem to have been restarted since the second.
+            open_ = [
+                (order.node, order.order_id) for order in report.orders if isinstance(order, ReleaseNode)
+            ]
             restarts = {pod.name: pod.restarts for pod in self.pods.all} if open_ else {}
             self._released = {one: self._released.get(one, (now_s, restarts.get(one[0], 0))) for one in open_}
         return {
@@ -166,17 +178,17 @@ class Expectations:
         }
 
     def new_run(self) -> None:
-        """What was asked of the run before is not asked of this one."""
+        """Forgets the size that was requested from the run before."""
         self.asked_nodes, self.refused_resize = None, None
 
     def numbered(self, action: Number, before: tuple[int, int]) -> None:
-        """The counters were written. before: term and next number until then."""
+        """Grants the names of new pods: the counters have been written. before: term and next number before that."""
         term, next_number = before
-        # A name is granted by a counter that was written first, and to the operator that wrote it alone. One that takes over
-        # grants nothing of before: whether a pod of such a name was made and has gone cannot be told, and a second one of
-        # its name would be taken for the node that was lost. So numbers may have holes, and no name comes twice.
+        # A name is granted only after its counter was written, and only to the operator that wrote it. An operator that takes
+        # over grants none of the earlier names: it cannot know whether such a pod was created and has gone, and a second pod
+        # of that name would be taken for the node that was lost. So numbers may have gaps, but no name is used twice.
         self.granted |= {names.node_name(self._job, n) for n in range(next_number, action.next_number)}
-        # A term that was passed over is over, whether its coordinator was made or not.
+        # Earlier terms are over, whether their coordinators were created or not.
         self.granted = {name for name in self.granted if names.term_of(self._job, name) is None}
         if action.term > term:
             self.granted.add(names.coordinator_name(self._job, action.term))
@@ -184,25 +196,25 @@ class Expectations:
             self.new_run()
 
     def saw(self, pod: PodSeen) -> None:
-        """The API server has it, by a watch or by an answer: whoever made it, its name is used up."""
+        """Takes in a pod from a watch or an answer. Its name is used up, whichever operator created it."""
         self.granted.discard(pod.name)
         self.doubtful.discard(pod.name)
         self.pods.put(pod)
 
     def burn(self, name: str) -> None:
-        """There is no pod of a doubtful name. There may have been one, which is gone: it is not made a second time."""
+        """Gives up a doubtful name that has no pod. There may have been one that is gone, so the name is not used again."""
         self.granted.discard(name)
         self.doubtful.discard(name)
 
     def listed(self, pods: Iterable[PodSeen], version: int) -> None:
-        """All that there were at this version."""
+        """Takes in a list of all pods of the job at this version."""
         there = tuple(pods)
         self.granted -= {pod.name for pod in there}
         self.doubtful -= {pod.name for pod in there}
         self.pods.replace(there, version)
 
     def did(self, action: Action) -> None:
-        """An action without an answer of interest is done."""
+        """Records an action that was carried out."""
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 self._acknowledged.add(order_id)
@@ -220,11 +232,11 @@ class Expectations:
                         self.pods.put(msgspec.structs.replace(pod, deleting=True))
 
     def resize_refused(self, nodes: int, why: str) -> None:
-        """It is not asked again until the object changes."""
+        """Records that the coordinator refused this size, which is not requested again until the object changes."""
         self.asked_nodes, self.refused_resize = nodes, why
 
     def is_news(self, action: Action) -> bool:
-        """False: it was done, and the coordinator's next word will show it."""
+        """Whether an action is still to be done. False: it was, and the coordinator's next report will reflect it."""
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 return order_id not in self._acknowledged

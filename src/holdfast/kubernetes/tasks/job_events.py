@@ -1,7 +1,8 @@
-"""Events of one job, which `kubectl describe hj` shows. Words alone: nothing waits for them, and what cannot be written is dropped.
+"""Events of one job, which `kubectl describe hj` shows. They are only for people: nothing waits for them, and an Event that
+cannot be written is dropped.
 
-As Kubernetes' own components do it: what is told again is counted in the Event that is there, and one job tells at most `BURST`
-at once and then one in `EVERY_S`.
+As in Kubernetes' own components, a repetition is counted in the existing Event, and a job may post `BURST` Events at once and
+then one per `EVERY_S`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from holdfast.kubernetes.policy.conditions import JobNews
 _log = logging.getLogger(__name__)
 BURST, EVERY_S = 25, 60.0
 MOST_KNOWN = 64
-"""Events of which a repetition is counted and not told anew."""
+"""Number of Events whose repetition is counted instead of posted as a new Event."""
 TEXT_CHARS = 1000
 CLOSE_S = 2.0
-"""How long the last words of a job may take."""
+"""Seconds that the last Events of a job may take."""
 
 
 class _Written(msgspec.Struct):
@@ -35,7 +36,7 @@ class _Written(msgspec.Struct):
 
 
 class JobEvents:
-    """`tell` returns at once; a task of its own writes."""
+    """Posts Events. `tell` returns at once; a task writes them."""
 
     def __init__(self, api: Api, job: ObjectName, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._job, self._clock = api, job, clock
@@ -47,7 +48,7 @@ class JobEvents:
         self._left, self._filled_s = float(BURST), clock()
 
     def tell(self, news: JobNews) -> None:
-        """Has it written, if the job has not told too much."""
+        """Queues an Event, unless the job has exceeded its rate."""
         if self._namespace_ends:
             return
         now_s = self._clock()
@@ -62,7 +63,7 @@ class JobEvents:
             self._writing = asyncio.create_task(self._write_all())
 
     async def close(self) -> None:
-        """What was told is written, if the server answers soon."""
+        """Waits until queued Events are written, for at most `CLOSE_S`."""
         if self._writing is not None:
             try:
                 async with asyncio.timeout(CLOSE_S):
@@ -81,7 +82,7 @@ class JobEvents:
                 await self._write(news)
             except (ApiError, NoApiAnswer) as error:
                 self._namespace_ends |= isinstance(error, ApiError) and error.namespace_ends
-                # Not tried again: the right may be missing for ever, and the conditions say what holds.
+                # Not tried again: the permission may be missing for good, and the conditions have the state anyway.
                 _log.warning("it is no Event of the job's: %s", error, extra=self._extra)
 
     async def _write(self, news: JobNews) -> None:
@@ -97,7 +98,7 @@ class JobEvents:
             del self._known[next(iter(self._known))]
 
     async def _count(self, known: _Written, now_s: float) -> bool:
-        """False: the Event is gone. The API server keeps them for an hour."""
+        """Counts a repetition. False: the Event is gone; the API server keeps them for an hour."""
         change: Object = {"count": known.count + 1, "lastTimestamp": timestamp(now_s)}
         try:
             await self._api.merge(known.path, change)
@@ -110,7 +111,7 @@ class JobEvents:
 
 
 def event_object(job: ObjectName, name: str, news: JobNews, now_s: float) -> Object:
-    """What `kubectl describe` shows of a job. name: of the Event, another one for each."""
+    """The Event object for a job. name: the Event's, which must be unique."""
     at = timestamp(now_s)
     about = {"apiVersion": API_VERSION, "kind": KIND, **msgspec.structs.asdict(job)}
     return {

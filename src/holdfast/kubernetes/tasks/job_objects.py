@@ -1,5 +1,7 @@
-"""Requests for the objects of one job: its pods, what stands beside them (Secret, ConfigMap, PodGroup, Service, budget, network policy), and
-its Workloads in a queue. What was answered is known at once, and what was not is in doubt.
+"""Requests for the objects of one job: its pods, the objects beside them (Secret, ConfigMap, PodGroup, Service, disruption
+budget, network policy), and its Workloads in a queue.
+
+The result of a request counts as soon as it is answered. After a request without an answer it is unknown until it is looked up.
 """
 
 from __future__ import annotations
@@ -41,22 +43,22 @@ _log = logging.getLogger(__name__)
 
 
 class JobPods:
-    """Each method raises ApiError and NoApiAnswer."""
+    """Requests for the job's pods. Each method raises ApiError and NoApiAnswer."""
 
     def __init__(
         self, api: Api, name: str, namespace: str, uid: str, expected: Expectations, wake: Callable[[], None]
     ) -> None:
-        """wake: has the job's task look."""
+        """wake: makes the job's task reconcile."""
         self._api, self._name, self._uid, self._expected, self._wake = api, name, uid, expected, wake
         self._folder = f"/api/v1/namespaces/{namespace}/pods"
 
     async def make(self, made: Object) -> None:
-        """A pod under a number that was written down."""
+        """Creates a pod whose number has been written to the status."""
         name = made["metadata"]["name"]
         path = f"{self._folder}/{name}"
         try:
-            # The creation before this one had no answer, so it may have happened. It is asked for by name: a
-            # second creation would be refused as a duplicate of our own pod.
+            # The previous request to create it had no answer, so the pod may exist. It is looked up by name, since a second
+            # creation would be refused as a duplicate of our own pod.
             if name in self._expected.doubtful:
                 self._saw(await self._api.get(path))
             else:
@@ -66,8 +68,8 @@ class JobPods:
             self._expected.doubtful.add(name)
             raise
         except ApiError as error:
-            # It is not there, and the request may still arrive. So the number is not used a second time: the
-            # late pod would meet another one of its name.
+            # The pod does not exist, but the earlier request may still arrive. So the number is not used again: the late pod
+            # would meet another one of its name.
             if name in self._expected.doubtful and error.status == 404:
                 self._expected.burn(name)
                 self._wake()
@@ -78,7 +80,7 @@ class JobPods:
                 raise
 
     async def find(self, action: FindPod) -> None:
-        """A pod that the watch does not show."""
+        """Looks up a pod that the watch does not show."""
         try:
             pod = pod_seen(await self._api.get(f"{self._folder}/{action.name}"), self._name, self._uid)
         except ApiError as error:
@@ -92,18 +94,18 @@ class JobPods:
         self._wake()
 
     async def label(self, action: LabelPod, labels: Mapping[str, str]) -> None:
-        """Gives labels back that somebody has taken away."""
+        """Restores labels that somebody has removed."""
         _log.warning("gives a pod its labels back", extra={"job": self._name, "pod": action.name})
         await self._change(action.name, {"uid": action.uid, "labels": labels})
 
     async def tell_place(self, action: TellPlace) -> None:
-        """Notes on the pod where its machine stands."""
-        # With its uid: a pod of this name that somebody made since stands elsewhere.
+        """Annotates the pod with its machine's place."""
+        # With its uid: a pod of the same name that somebody has created since may be on another machine.
         note = {"uid": action.uid, "annotations": {names.NOTE_PLACE: action.place}}
         await self._change(action.name, note)
 
     async def delete(self, action: DeletePod) -> None:
-        """The pod of this uid, and no other of its name."""
+        """Deletes the pod with this uid, but not another one of the same name."""
         _log.info("deletes a pod: %s", action.reason, extra={"job": self._name, "pod": action.name})
         try:
             path = f"{self._folder}/{action.name}"
@@ -112,7 +114,7 @@ class JobPods:
             if error.status not in (404, 409):
                 raise
             if error.status == 409 and action.version is not None:
-                # It has changed, and what it is now is to be seen before anything else is decided about it.
+                # It has changed, and its new state must be known before anything else is decided about it.
                 await self.find(FindPod(action.name))
                 return
             self._expected.pods.gone(action.name, action.uid)
@@ -133,7 +135,7 @@ class JobPods:
         pod = pod_seen(raw, self._name, self._uid)
         name = raw["metadata"]["name"]
         if pod is None:
-            # Somebody else's pod has the name. Another number is free.
+            # The name is taken by a pod that is not the job's, so another number is used.
             self._expected.burn(name)
             self._expected.refused = f"{name}: there is a pod of this name that is not this job's"
         else:
@@ -142,9 +144,9 @@ class JobPods:
 
 
 ACCEPTED_KEY = "accepted.json"
-"""In the job's ConfigMap: the object's spec, as the run was started with it."""
+"""Key in the job's ConfigMap: the spec that the run was started with."""
 QUEUE_KEY = "queue"
-"""There as well: the queue that let the run in; absent: none."""
+"""Key in the job's ConfigMap: the queue that admitted the run; absent: none."""
 FOLDERS = {
     "Secret": ("/api/v1", "secrets"),
     "ConfigMap": ("/api/v1", "configmaps"),
@@ -155,15 +157,17 @@ FOLDERS = {
 
 
 class JobObjects:
-    """Read at first and whenever pods are to be made, and kept up by what is done here between. Watching these kinds of objects
-    instead would cost the operator a copy of every Secret of the cluster.
+    """The objects beside the job's pods.
+
+    They are read at the start and before pods are created; in between, their state follows from the requests made here. Watching
+    these kinds of objects instead would give the operator a copy of every Secret of the cluster.
 
     Attributes:
-        known: they were read, and no pod has been numbered since.
+        known: whether they have been read and are still considered current, see `doubt`.
     """
 
     SURE_S = 5.0
-    """For so long what was read is believed: the pods of a start are numbered in many parts."""
+    """Seconds for which what was read is considered current: the pods of a start are numbered in several batches."""
 
     def __init__(self, api: Api, name: str, namespace: str, uid: str) -> None:
         self._api, self._name, self._namespace, self._uid = api, name, namespace, uid
@@ -174,35 +178,35 @@ class JobObjects:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of those that are there."""
+        """Kinds of the objects that exist."""
         return frozenset(self._there)
 
     @property
     def token(self) -> str | None:
-        """The job's; None: there is no Secret."""
+        """The job's token; None: there is no Secret."""
         if "Secret" not in self._there:
             return None
         return render.token_in(self._there["Secret"], NoApiAnswer)
 
     @property
     def service_term(self) -> int | None:
-        """Of the coordinator that the Service points to."""
+        """Term of the coordinator that the Service points to; None: there is no Service."""
         selector = self._there.get("Service", {}).get("spec", {}).get("selector", {})
         return int(selector[names.LABEL_TERM]) if names.LABEL_TERM in selector else None
 
     @property
     def group_members(self) -> int | None:
-        """The PodGroup's minimum."""
+        """The PodGroup's minimum; None: there is none."""
         return render.group_members(self._there.get("PodGroup", {}))
 
     def accepted(self, raw: Object) -> HoldfastJob | None:
-        """The job as its run was started. raw: its object as it is now."""
+        """The job as its run was started; None: there is no run. raw: the job's current object."""
         text = self._there.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
-        # Not checked anew. It was when its run began; and a later version of the operator, which may take less, must
-        # not lose a run that an earlier one began.
+        # Not checked again: it was checked when its run began, and a later version of the operator that accepts less must not
+        # lose a run that an earlier one started.
         if text is None:
             return None
-        # Its queue as well: quota that is held cannot be moved to another one.
+        # With the queue of the run's start, because quota that is held cannot be moved to another queue.
         labels = {LABEL_QUEUE: self._there["ConfigMap"]["data"].get(QUEUE_KEY, "")}
         metadata = {**raw["metadata"], "labels": labels}
         return decode(
@@ -213,18 +217,18 @@ class JobObjects:
         )
 
     def doubt(self) -> None:
-        """Pods come next, and they need what is beside them: somebody may have deleted some of it meanwhile."""
+        """Has the objects read again before pods are created, which need them: somebody may have deleted some in the meantime."""
         if time.monotonic() - self._read_s > self.SURE_S:
             self.known = False
 
     # ------------------------------------------------------------ requests: each raises ApiError and NoApiAnswer
 
     async def read(self, raw: Object) -> None:
-        """All that there are. raw: the job's object."""
+        """Reads all of the objects. raw: the job's object."""
         began_s = time.monotonic()
-        # At once: a lost node's successor waits for them.
+        # Concurrently, because the replacement of a lost node waits for them.
         await asyncio.gather(*map(self._read, FOLDERS))
-        # Which PodGroup it would be: the run's, or else the next one's.
+        # The kind of PodGroup depends on the scheduler: that of the run, or else of the next run.
         job = self.accepted(raw) or (None if check(raw) else convert(raw))
         if job is not None and job.spec.scheduling.gang is not None:
             await self._read_group(self._group_path(job))
@@ -244,22 +248,23 @@ class JobObjects:
         try:
             self._keep("PodGroup", await self._api.get(path))
         except ApiError as error:
-            # Not served, or no right to it: it is said when it is to be made, which is when somebody needs it.
+            # The API is not served, or the operator lacks the permission. That is reported when the group is created, that is,
+            # when it is needed.
             if error.status not in (403, 404):
                 raise
             if error.status == 404:
                 self._miss("PodGroup")
 
     def _miss(self, kind: str) -> None:
-        """Somebody has deleted it."""
-        # Pods that run, and their coordinator, have the token of the Secret that is gone. Another one would part them from
-        # all that are made from now on.
+        """Forgets an object that somebody has deleted."""
+        # Running pods, and their coordinator, have the token of the deleted Secret. With another token, pods that are created
+        # from now on could not talk to them.
         if kind == "Secret" and self.token is not None:
             self._lost_token = self.token
         self._there.pop(kind, None)
 
     async def make(self, kind: str, job: HoldfastJob, term: int, setting: PodSetting) -> None:
-        """term: of the coordinator that the Service is to point to."""
+        """Creates an object. term: of the coordinator that the Service is to point to."""
         made = _rendered(kind, job, term, setting, self._lost_token)
         if made is None:
             return
@@ -279,17 +284,17 @@ class JobObjects:
             )
 
     async def point_service(self, term: int) -> None:
-        """At the coordinator of this term."""
+        """Points the Service to the coordinator of this term."""
         patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
         try:
             self._keep("Service", await self._api.merge(self._path("Service"), patch))
         except ApiError as error:
             if error.status == 404:
-                self._miss("Service")  # the next look makes it
+                self._miss("Service")  # the next look creates it
             raise
 
     async def size_group(self, members: int) -> None:
-        """Nothing where it is gone: it is made anew."""
+        """Sets the PodGroup's minimum. A group that is gone is created again by the next look."""
         version = self._there["PodGroup"]["apiVersion"]
         path = self._path("PodGroup")
         try:
@@ -300,7 +305,7 @@ class JobObjects:
             self._miss("PodGroup")
 
     async def delete(self, kind: str) -> None:
-        """Done twice it has the same result."""
+        """Deletes an object. Idempotent."""
         try:
             await self._api.delete(self._path(kind), self._there[kind]["metadata"]["uid"])
         except ApiError as error:
@@ -310,12 +315,12 @@ class JobObjects:
 
     def _keep(self, kind: str, there: Object) -> None:
         metadata = there["metadata"]
-        # One that is being deleted is of the run before: a scheduler's finalizer may hold it for a moment.
+        # An object that is being deleted belongs to the run before; a scheduler's finalizer may keep it for a moment.
         is_ours = any(one.get("uid") == self._uid for one in metadata.get("ownerReferences", ()))
         if is_ours and "deletionTimestamp" not in metadata:
             self._there[kind] = there
         else:
-            # A job of this name before this one had it; the garbage collector takes it away.
+            # It belongs to an earlier job of this name, and the garbage collector will remove it.
             self._there.pop(kind, None)
 
     def _group_path(self, job: HoldfastJob) -> str:
@@ -323,7 +328,7 @@ class JobObjects:
         return render.group_path(version, self._namespace, self._name)
 
     def _path(self, kind: str) -> str:
-        if kind == "PodGroup":  # of the scheduler that it was made for
+        if kind == "PodGroup":  # its API depends on the scheduler that it was made for
             return render.group_path(self._there[kind]["apiVersion"], self._namespace, self._name)
         group, plural = FOLDERS[kind]
         name = {
@@ -366,10 +371,10 @@ PATH = f"/apis/{kueue.API_VERSION}"
 
 
 class JobQueue:
-    """Answers and watches meet here, and the newer of two versions counts.
+    """The job's Workloads, from answers and from the watch, whichever is newer.
 
     Attributes:
-        unknown: why nothing is known; empty: all Workloads are.
+        unknown: why the Workloads are unknown; empty: they are known.
     """
 
     def __init__(self, api: Api, name: str, namespace: str, uid: str) -> None:
@@ -382,20 +387,20 @@ class JobQueue:
 
     @property
     def seen(self) -> Mapping[str, WorkloadSeen] | None:
-        """By name; None: unknown."""
+        """The job's Workloads by name; None: unknown."""
         if self.unknown:
             return None
         read = (kueue.workload_seen(one, self._name, self._uid) for one in self._there.values())
         return {one.name: one for one in read if one is not None}
 
     def is_ours(self, raw: Object) -> bool:
-        """Of this job's own."""
+        """Whether a Workload is this job's."""
         return kueue.workload_seen(raw, self._name, self._uid) is not None
 
     def put(self, raw: Object) -> None:
-        """A Workload is so, or was: an older version changes nothing."""
+        """Takes in a version of a Workload. An older one than is known is ignored."""
         metadata = raw["metadata"]
-        # An answer that left before the deletion would bring it back, and its quota with it.
+        # An answer that left the server before the deletion would bring the Workload back, and its quota with it.
         if metadata["uid"] in self._gone or not self.is_ours(raw):
             return
         known = self._there.get(metadata["name"])
@@ -403,11 +408,11 @@ class JobQueue:
             self._there[metadata["name"]] = raw
 
     def gone(self, raw: Object) -> None:
-        """It is not there any more."""
+        """Forgets a Workload that does not exist any more."""
         self._forget(raw["metadata"]["name"], raw["metadata"]["uid"])
 
     def listed(self, all_: Iterable[Object]) -> None:
-        """All that there are, of all jobs."""
+        """Takes in a list of the Workloads of all jobs."""
         there = [one for one in all_ if self.is_ours(one)]
         uids = {one["metadata"]["uid"] for one in there}
         for known in list(self._there.values()):
@@ -422,10 +427,10 @@ class JobQueue:
         if (known := self._there.get(name)) is not None and known["metadata"]["uid"] == uid:
             del self._there[name]
 
-    # ------------------------------------------------------------ what it asks
+    # ------------------------------------------------------------ requests
 
     async def do(self, action: QueueAction, job: HoldfastJob | None, setting: PodSetting) -> None:
-        """Raises ApiError and NoApiAnswer. Done twice it has the same result."""
+        """Carries out an action. Idempotent. Raises ApiError and NoApiAnswer."""
         match action:
             case MakeWorkload(number, nodes):
                 assert job is not None, "a plan that asks for quota is of a job that can run"
@@ -434,7 +439,7 @@ class JobQueue:
             case DeleteWorkload(name=name, uid=uid):
                 await self._delete(name, uid)
             case ReleaseQuota(name) if name in self._there:
-                # What is known is what is given back. Its flavors may be others next time.
+                # The version that was observed is given back. The next admission may choose other flavors.
                 await self._write(name, kueue.released(self._there[name], self._api.now_s()))
             case FinishWorkload(name, succeeded) if name in self._there:
                 await self._write(name, kueue.finished(self._there[name], succeeded, self._api.now_s()))
@@ -442,13 +447,13 @@ class JobQueue:
                 await self._write(name, kueue.pods_ready(self._there[name], self._api.now_s()))
 
     async def where(self, workload: str, role: str) -> Where:
-        """Where an admitted Workload wants its pods. Raises ApiError and NoApiAnswer."""
+        """What the admission of a Workload adds to its pods of a role. Raises ApiError and NoApiAnswer."""
         made = self._there.get(workload, {})
         flavors = [await self._flavor(name) for name in kueue.flavors_of(made, role)]
         return kueue.where(made, flavors, role)
 
     async def _flavor(self, name: str) -> Object:
-        # Kept: of a flavor that is in use nothing that matters here can be changed.
+        # Cached, since nothing that matters here can be changed in a flavor that is in use.
         if name not in self._flavors:
             self._flavors[name] = await self._api.get(f"{PATH}/resourceflavors/{name}")
         return self._flavors[name]
@@ -461,7 +466,8 @@ class JobQueue:
         return name, int(found["value"])
 
     async def _near(self, job: HoldfastJob, number: int | None) -> Mapping[str, str]:
-        """Kueue places each Workload by itself. What is required of all nodes is asked for with the value of those there."""
+        """Labels that keep a further node near the others: Kueue places each Workload separately, so a required topology level is
+        fixed to the value that the base Workload's nodes have."""
         asked = job.spec.scheduling.queue_topology
         if number is None or asked is None or asked.required is None:
             return {}
@@ -501,7 +507,7 @@ class JobQueue:
                 raise
             self._forget(name, uid)
         else:
-            # A finalizer of somebody's may hold it: then it is there, and going.
+            # A finalizer may keep it: then it still exists, with a deletion time.
             if there.get("metadata", {}).get("deletionTimestamp"):
                 self.put(there)
             else:
@@ -511,7 +517,7 @@ class JobQueue:
         try:
             self.put(await self._api.merge(f"{self._folder}/{name}/status", patch))
         except ApiError as error:
-            # Kueue has decided something since. It is looked at anew.
+            # Kueue has changed it in the meantime, so the new version is read.
             if error.status == 409:
                 self.put(await self._api.get(f"{self._folder}/{name}"))
             elif error.status != 404:
@@ -519,7 +525,7 @@ class JobQueue:
 
 
 def has_queue(raw: Object) -> bool:
-    """Whether an object asks for one."""
+    """Whether a job's object names a queue."""
     return bool((raw["metadata"].get("labels") or {}).get(names.LABEL_QUEUE))
 
 

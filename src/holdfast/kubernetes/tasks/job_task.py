@@ -1,4 +1,5 @@
-"""One job's task in the operator: look, decide, act, say. One task for each job, so that one that is stuck holds up no other."""
+"""One job's task in the operator: it observes, decides, acts and writes the status. Each job has its own, so that one that is
+stuck does not delay the others."""
 
 from __future__ import annotations
 
@@ -69,19 +70,19 @@ from holdfast.protocol.network.lookup import Lookup
 
 _log = logging.getLogger(__name__)
 STATUS_EVERY_S = 5.0
-"""A status whose conditions are the same is written so often at most."""
+"""Shortest interval between two writes of a status whose conditions have not changed."""
 MOST_AT_ONCE = 16
-"""Requests for the pods of one job: the API server has other clients, too."""
+"""Number of concurrent requests for the pods of one job, since the API server has other clients too."""
 WRITES = 3
-"""Tries to write a status, while nothing has changed that it was decided from."""
+"""Number of tries to write a status as long as what it was decided from has not changed."""
 MAKES = (MakeCoordinator, MakeNode, MakeObject, MakeWorkload)
-"""What a namespace that is being deleted takes no more."""
+"""Actions that a namespace refuses while it is being deleted."""
 LOOK_EVERY_S = 5.0
-"""While a coordinator answers, its figures are read so often."""
+"""Interval at which the report of a coordinator that answers is read."""
 
 
 class JobTask:
-    """`put` and the methods of `expected` take in what the watches tell; `wake` has the task look."""
+    """The task of one job. `put` and the methods of `expected` take in what the watches report; `wake` starts a look."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class JobTask:
         lookup: Callable[[str], Lookup],
         marks: NodeMarks,
     ) -> None:
-        """lookup: of the coordinator at an address."""
+        """lookup: finds the coordinator at an address."""
         self._marks = marks
         self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
         metadata = raw["metadata"]
@@ -111,24 +112,24 @@ class JobTask:
         self._link = JobLink(self.name, self.expected, lookup, self.wake)
 
     def wake(self) -> None:
-        """Something may have changed."""
+        """Has the task look, since something may have changed."""
         self._awake.set()
 
     def put(self, raw: Object) -> None:
-        """The object is so now; an older answer changes nothing."""
-        # The answer to a write that was refused may be about another job, which a person has made under this name since.
-        # Taken for this one, it would be given pods by this task and, as soon as the watch tells of it, by its own as well.
+        """Takes in a version of the job's object. One that is older than the known version is ignored."""
+        # After a refused write the object that is read may be another job that a person has since created under this name. If
+        # it were taken for this one, both this task and that job's own would create pods for it.
         if raw["metadata"]["uid"] != self.uid:
             self._is_gone = True
             return
-        # A watch may tell of an older object than the answer to our own write. Going back to it would undo
-        # what was decided since, and the next write would be refused as one of an old version.
+        # A watch may report an older version than the answer to our own write. Going back to it would undo what was decided
+        # since, and the next write would be refused because of its old version.
         if int(raw["metadata"]["resourceVersion"]) >= int(self._raw["metadata"]["resourceVersion"]):
             self._raw = raw
         self.wake()
 
     def put_pod(self, raw: Object, gone: bool) -> None:
-        """A pod that the watch told; others' are ignored."""
+        """Takes in a pod from the watch. Pods of other jobs are ignored."""
         if (pod := pod_seen(raw, self.name, self.uid)) is not None:
             if gone:
                 self.expected.pods.lost_sight(pod)
@@ -137,13 +138,13 @@ class JobTask:
             self.wake()
 
     def list_pods(self, all_: Iterable[Object], version: int) -> None:
-        """All pods of the operator's jobs, as they were at this version."""
+        """Takes in a list of the pods of all jobs at this version."""
         mine = (pod for raw in all_ if (pod := pod_seen(raw, self.name, self.uid)) is not None)
         self.expected.listed(mine, version)
         self.wake()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs the job's reconciliation until cancelled."""
         backoff, due_s = Backoff(), 0.0
         self.wake()
         try:
@@ -153,15 +154,15 @@ class JobTask:
                         await self._awake.wait()
                 except TimeoutError:
                     pass
-                # Cleared before the look, not after it: what changes during the look wakes the task again,
-                # and is looked at. In the other order it would wait for the next change.
+                # Cleared before the look and not after it, so that a change during the look starts another one. In the
+                # other order it would not be seen before the next change.
                 self._awake.clear()
                 try:
                     due_s = await self._once()
                     backoff.reset()
                 except (ApiError, NoApiAnswer) as error:
                     if isinstance(error, ApiError) and error.namespace_ends:
-                        # Asked again it would be refused again, until the job is deleted, too: that wakes this task.
+                        # A repeated request would be refused again, until the job is deleted as well, which wakes this task.
                         _log.info("nothing more is made: %s", error, extra={"job": self.name})
                         self._namespace_ends = True
                         continue
@@ -173,9 +174,16 @@ class JobTask:
             await self._events.close()
 
     async def _once(self) -> float:
-        """One look. Returns after how long the next one is due; 0: when something changes."""
+        """One look: observes, decides, acts and writes the status.
+
+        Returns:
+            Seconds until the next look is due; 0: when something changes.
+
+        Raises:
+            ApiError, NoApiAnswer: a request failed.
+        """
         if self._is_gone:
-            return 0.0  # until the watch says so, too, and this task is ended
+            return 0.0  # until the watch reports the deletion and the operator cancels this task
         if not self._objects.known:
             await self._objects.read(self._raw)
         seen = await self._observe()
@@ -187,7 +195,7 @@ class JobTask:
             kept = tuple(one for one in plan.actions if not isinstance(one, MAKES))
             plan = msgspec.structs.replace(plan, actions=kept)
         error = await self._act(plan, seen)
-        # What was just done is not in it, so the next look follows at once.
+        # The plan was made without the results of these actions, so the next look follows at once.
         if any(
             isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject | SizeGroup)
             for action in plan.actions
@@ -196,7 +204,7 @@ class JobTask:
         due = [plan.look_again_s] if plan.look_again_s is not None else []
         if not any(isinstance(action, Number) for action in plan.actions):
             due += await self._say(plan)
-        # Only now: what the API server refuses has to be in the status.
+        # Raised only now, because the API server's refusal has to be in the status.
         if error is not None:
             raise error
         if self._link.listens:
@@ -204,25 +212,25 @@ class JobTask:
         return max(0.05, min(due)) if due else 0.0
 
     async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoApiAnswer | None:
-        """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
+        """Carries out the plan. Returns the first failure; actions that do not depend on it are carried out all the same."""
         error: ApiError | NoApiAnswer | None = None
         for together in _together(plan.actions):
             news = [action for action in together if self.expected.is_news(action)]
-            # One pod that is refused says enough: a quota would refuse the other sixty as well.
+            # One pod that is refused is enough: a quota, for example, would refuse the other sixty as well.
             if error is not None:
                 news = [action for action in news if not isinstance(action, MakeNode | MakeCoordinator)]
             for some in (news[:1], news[1:]) if isinstance(together[0], MakeNode) else (news,):
                 failures = await self._do_at_once(some, seen)
                 for failure in failures:
                     if isinstance(failure, NoApiAnswer):
-                        return failure  # the others would wait as long, one after the other
+                        return failure  # each of the other actions would wait for an answer just as long
                 error = error or next(iter(failures), None)
                 if error is not None and isinstance(together[0], MakeNode):
                     break
         return error
 
     async def _do_at_once(self, actions: Sequence[Action], seen: Observed) -> list[ApiError | NoApiAnswer]:
-        """Actions that do not depend on each other. Returns their failures."""
+        """Carries out independent actions concurrently. Returns their failures."""
         gate = asyncio.Semaphore(MOST_AT_ONCE)
 
         async def do(action: Action) -> ApiError | NoApiAnswer | None:
@@ -235,15 +243,15 @@ class JobTask:
 
         return [error for error in await asyncio.gather(*map(do, actions)) if error is not None]
 
-    # ------------------------------------------------------------ what it knows
+    # ------------------------------------------------------------ observing
 
     async def _observe(self) -> Observed:
         metadata = self._raw["metadata"]
         problems = check(self._raw)
         status = status_of(self._raw, NoApiAnswer)
         job = None if problems else convert(self._raw)
-        said = await self._ask(status, job)
-        hearings = {} if said is not None else await self._ask_nodes(status)
+        report = await self._ask(status, job)
+        hearings = {} if report is not None else await self._ask_nodes(status)
         return Observed(
             job=job,
             accepted=self._objects.accepted(self._raw),
@@ -264,8 +272,8 @@ class JobTask:
             granted=frozenset(self.expected.granted),
             absent=self.expected.pods.absent,
             told=self.expected.told,
-            said=said,
-            released=self.expected.released(said, time.monotonic()),
+            said=report,
+            released=self.expected.released(report, time.monotonic()),
             asked_nodes=self.expected.asked_nodes,
             refused_resize=self.expected.refused_resize,
             marking=self._setting.marking,
@@ -284,14 +292,14 @@ class JobTask:
         return await self._link.ask()
 
     async def _ask_nodes(self, status: JobStatus) -> dict[str, Hearing | None]:
-        """Whether they hear their coordinator, which does not answer this operator."""
+        """What nodes report of their connection to the coordinator, which does not answer this operator."""
         pods, token = self.expected.pods.all, self._objects.token
         if token is None:
             return {}
         machines = {pod.machine for pod in pods if pod.coordinator}
         return await ask_nodes(voters(pods, status.run), token, newest_of(pods, status.term), machines)
 
-    # ------------------------------------------------------------ what it does
+    # ------------------------------------------------------------ acting
 
     async def _do(self, action: Action, seen: Observed) -> None:
         match action:
@@ -329,7 +337,7 @@ class JobTask:
                 await self._pods.tell_place(action)
             case MarkMachine(machine, mark):
                 await self._marks.put(machine, mark)
-                self.wake()  # the order is answered when the mark is there
+                self.wake()  # the next look acknowledges the order, since the mark is there
             case UnmarkMachine(machine):
                 await self._marks.take_back(machine, self.uid)
             case Warn(reason=reason, text=text):
@@ -338,7 +346,7 @@ class JobTask:
                 self._events.tell(JobNews("Warning", reason, text))
             case DeletePod():
                 await self._pods.delete(action)
-            # With its uid: an object of the same name that a person made since is another job.
+            # With its uid, since an object of the same name that a person has created since is another job.
             case DeleteJob():
                 await self._api.delete(self._path, self.uid)
             case Tell() | AskStop() | AskResize():
@@ -364,7 +372,7 @@ class JobTask:
             self.wake()
 
     async def _placed(self, pod: Object, workload: str, role: str) -> Object:
-        """Where its quota is; workload: empty: none was asked for."""
+        """The pod with what the admission of its Workload adds to it. workload: empty: the job is in no queue."""
         return kueue.placed(pod, await self.queue.where(workload, role), workload) if workload else pod
 
     def _job(self, seen: Observed) -> HoldfastJob:
@@ -387,23 +395,27 @@ class JobTask:
             if action.begins
             else msgspec.structs.replace(before, run=run, term=term, next_number=number)
         )
-        # The numbers count only once they are written. Where the object has changed meanwhile nothing is
-        # granted, and the next look decides anew.
+        # The numbers count only once they are written. If the object has changed in the meantime, no names are granted and the
+        # next look decides again.
         if await self._write(after):
             self.expected.numbered(action, (before.term or 0, before.next_number or 0))
             self._objects.doubt()
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ the status
 
     async def _say(self, plan: Plan) -> list[float]:
-        """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
+        """Writes the status: at once if a condition changed, else every `STATUS_EVERY_S` at most.
+
+        Returns:
+            The seconds until a postponed write is due, if there is one.
+        """
         now_s = time.monotonic()
         before = status_of(self._raw, NoApiAnswer)
         if written(plan.status) == written(before):
             return []
         if self._written is not None and _conditions(plan.status) == _conditions(before):
-            # Steps and losses change all the time, and every write goes to each watcher of the cluster.
-            # Conditions are what programs wait for, so a change of one is written at once.
+            # Steps and losses change all the time, and every write is sent to every watcher. Programs wait for conditions, so a
+            # change of one of these is written at once.
             left_s = self._written[1] + STATUS_EVERY_S - now_s
             if left_s > 0:
                 return [left_s]
@@ -412,16 +424,16 @@ class JobTask:
         return []
 
     async def _write(self, status: JobStatus) -> bool:
-        """False: the object has changed meanwhile; it is looked at anew."""
+        """Writes the status, and posts Events for what it changes. False: the object has changed; the next look decides again."""
         for _ in range(WRITES):
             before = self._raw
             if await self._apply(status):
-                # Only what is written down: whoever is operator next compares with it, and tells nothing again.
+                # Only for a status that was written: the next operator compares with it, so that no Event is posted twice.
                 for one in news(status_of(before, NoApiAnswer), status):
                     self._events.tell(one)
                 return True
-            # A script that labels the object all the time would else have every look's decision refused: from what it saw to
-            # its write a look takes several answers, and this takes one.
+            # A retry, because a script that keeps changing labels of the object could otherwise have each look's write refused:
+            # between its observation and its write a look waits for several answers, and a retry for one.
             if self._raw is before or _decides(self._raw) != _decides(before):
                 return False
         return False
@@ -435,13 +447,14 @@ class JobTask:
             if error.status != 422:
                 raise
             self.put(await self._api.get(self._path))
-            # Nothing is other than was thought, so the words are about the status.
+            # What was tested has not changed, so the refusal is about the status itself.
             if decided_from(self._raw) == decided_from(before):
                 raise
             return False
 
     async def _changed(self, request: Awaitable[Object]) -> bool:
-        """False: the object is another one than was thought; it is looked at anew."""
+        """Takes in the answer to a write. False: the object was changed or deleted in the meantime; the next look decides
+        again."""
         try:
             self.put(await request)
         except ApiError as error:
@@ -454,7 +467,7 @@ class JobTask:
 
 
 def _decides(raw: Object) -> Object:
-    """Of the object, what is looked at: without labels and other people's annotations."""
+    """The parts of the object that decisions depend on, so without labels and foreign annotations."""
     metadata = raw["metadata"]
     seen = {key: metadata.get(key) for key in ("uid", "generation", "deletionTimestamp", "finalizers")}
     skip = metadata.get("annotations", {}).get(NOTE_SKIP_SAVE)
@@ -462,8 +475,8 @@ def _decides(raw: Object) -> Object:
 
 
 def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """The plan in its order. What stands side by side for several pods is done at once: a thousand requests, one after the
-    other, take as long as a thousand answers."""
+    """The plan's actions in order, grouped by what can be done concurrently: adjacent actions of one kind for several pods. A
+    thousand requests one after the other would take as long as a thousand answers."""
     for kind, some in itertools.groupby(actions, type):
         if kind in (MakeNode, FindPod, LabelPod, TellPlace, DeletePod):
             yield list(some)
@@ -472,8 +485,9 @@ def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
 
 
 def _conditions(status: JobStatus) -> dict[str, str]:
-    """What somebody waits for."""
-    # And where the coordinator is: people's commands go there. The size is asked for when it is written.
+    """The parts of a status whose change must be written at once."""
+    # Besides conditions: the coordinator's address, which commands use, and the size to request, which is requested only after
+    # it was written.
     where = status.coordinator
     found = {"state": status.state or "", "coordinator": f"{where.pod} {where.address}" if where else ""}
     found["asking"] = str(status.asking_nodes)

@@ -1,8 +1,9 @@
-"""Writes marks on Nodes, one at a time for the whole cluster: two jobs that each had room for one more would be one too many.
+"""Writes marks on Nodes, one at a time for the whole cluster: otherwise two jobs could each use the last mark that the limit
+allows.
 
-Where the site wants it, another machine is asked for when a mark has stood for a while, in the way that the site names. A record of
-that is a ConfigMap beside the operator. It is written before anything is asked: an operator that is killed in between has counted one
-too many, which is safe, and one too few would not be.
+If the site configures it, a replacement is requested for a machine that has been marked for a while. The requests are recorded in
+a ConfigMap beside the operator, each before it is sent: an operator that is killed in between has counted one too many, which is
+safe, while one too few would not be.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ RECORD = "holdfast-replacements"
 """The ConfigMap's name."""
 KEY = "records.json"
 COMMAND_S = 60.0
-"""For a site's program."""
+"""Seconds that a site's program may take."""
 
 
 class NodeMarks:
-    """`put` and `take_back` are for jobs' tasks; `run` has conditions and taints follow.
+    """The marks on the cluster's Nodes. Jobs' tasks call `put` and `take_back`; `run` updates conditions and taints accordingly.
 
     Attributes:
-        refused: why the API server takes no marks; None: it does.
+        refused: why the API server accepts no marks; None: it does.
     """
 
     def __init__(
@@ -76,7 +77,13 @@ class NodeMarks:
         most_percent: int,
         replaces: NodeReplacement | None = None,
     ) -> None:
-        """machines: all of the cluster. saw: takes a Node in that a request brought. replaces: None: the site wants none."""
+        """Takes the machines of the whole cluster.
+
+        Args:
+            saw: takes in the Node that a request returned.
+            most_percent: percentage of the machines that may be marked at once.
+            replaces: how marked machines are replaced; None: they are not.
+        """
         self._api, self._machines, self._saw = api, machines, saw
         self._marking: Marking = marking
         self._most_percent = most_percent
@@ -87,22 +94,22 @@ class NodeMarks:
         self.refused: str | None = None
 
     def wake(self) -> None:
-        """A Node has changed, or a pod that was on one is gone."""
+        """Has `run` look, since a Node has changed or a pod on one has gone."""
         self._awake.set()
 
     async def put(self, machine: str, mark: Mark) -> None:
-        """Marks it, if the brake lets it. Raises ApiError and NoApiAnswer."""
+        """Marks a machine, if the limit allows it. Raises ApiError and NoApiAnswer."""
         async with self._one_at_a_time:
             seen = self._machines.get(machine)
-            # Looked at again: another job may have marked one since this one was decided. The next look of the job's
-            # task says so.
+            # Checked again, because another job may have marked a machine since this was decided. The next look of this job's
+            # task reports that.
             if seen is None or (self._held() if seen.marks.mark is None else seen.marks.mark.uid != mark.uid):
                 return
             _log.warning("marks a machine: %s", mark.reason, extra={"machine": machine, "job": mark.job})
             await self._write(machine, mark)
 
     async def take_back(self, machine: str, uid: str) -> None:
-        """If it is this job's. Raises ApiError and NoApiAnswer."""
+        """Removes a machine's mark, if it is this job's. Raises ApiError and NoApiAnswer."""
         async with self._one_at_a_time:
             seen = self._machines.get(machine)
             if seen is None or seen.marks.mark is None or seen.marks.mark.uid != uid:
@@ -114,7 +121,7 @@ class NodeMarks:
         try:
             self._saw(await self._api.merge(f"{FOLDER}/{machine}", mark_note(mark)))
         except ApiError as error:
-            # A right that is missing must hold up nothing: jobs avoid the machine by themselves.
+            # A missing permission must not stop anything, since jobs avoid the machine by themselves.
             if error.status == 403:
                 self.refused = f"machines may not be marked: {error}"
                 _log.warning("%s", self.refused)
@@ -126,7 +133,7 @@ class NodeMarks:
         return why_not_marked(there, self._most_percent) is not None
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Updates conditions and taints, and requests replacements, until cancelled or refused."""
         backoff = Backoff()
         while self.refused is None:
             await self._rest()
@@ -144,7 +151,7 @@ class NodeMarks:
                 self.wake()
 
     async def _rest(self) -> None:
-        """Until a Node changes, or another machine is due."""
+        """Waits until a Node changes, or the replacement of a machine is due."""
         moments = [at_s for machine in self._machines if (at_s := self._due_s(machine)) is not None]
         rest_s = max(0.0, min(moments) - self._api.now_s()) if moments else None
         try:
@@ -153,7 +160,7 @@ class NodeMarks:
         except TimeoutError:
             return
         self._awake.clear()
-        # What held may be over.
+        # What held up a replacement without a known end may be over.
         self._held_until_s = {name: at_s for name, at_s in self._held_until_s.items() if at_s is not None}
 
     async def _follow(self, machine: str) -> None:
@@ -171,7 +178,7 @@ class NodeMarks:
             if error.status == 403:
                 self.refused = f"marks may not be shown on machines: {error}"
                 _log.warning("%s", self.refused)
-            elif error.status == 409:  # it has changed meanwhile, and is looked at anew
+            elif error.status == 409:  # it has changed in the meantime, and is read again
                 self.wake()
             elif error.status != 404:
                 raise
@@ -179,7 +186,7 @@ class NodeMarks:
     # ------------------------------------------------------------ another machine in its place
 
     def _due_s(self, machine: str) -> float | None:
-        """When another one is to be asked for, or what holds it is over; None: never, or nobody knows when."""
+        """When its replacement is due, in UTC, or can be tried again; None: never, or that is not known."""
         seen = self._machines.get(machine)
         if self._replaces is None or seen is None:
             return None
@@ -201,16 +208,16 @@ class NodeMarks:
             if self._replaces.due_s(marks_of(node).mark) is None:
                 self._saw(node)
                 return
-            # Not one at a time with the marks: a site's program may take a minute, and jobs wait for their marks.
-            told = await self._replaces.ask(node)
+            # Without the lock: a site's program may take a minute, while jobs wait for their marks.
+            outcome = await self._replaces.ask(node)
             async with self._one_at_a_time:
                 node = await self._api.get(path)
                 if (mark := marks_of(node).mark) is None:  # taken back meanwhile
                     self._saw(node)
                     return
-                mark = msgspec.structs.replace(mark, replacement=told)
+                mark = msgspec.structs.replace(mark, replacement=outcome)
                 self._saw(await self._api.merge(path, mark_note(mark)))
-                # Its condition may be still to come.
+                # Its condition may not be set yet.
                 held = marks_of(node).condition
                 shown = mark_status(mark, self._api.now_s(), changed=not held)
                 self._saw(await self._api.strategic(f"{path}/status", shown))
@@ -220,30 +227,29 @@ class NodeMarks:
         except ApiError as error:
             if error.status != 404:
                 raise
-            # It is gone, and the watch will say so. Due all the time until then, it would be asked for again and again
-            # without a pause.
+            # It is gone, and the watch will report that. If it stayed due until then, it would be tried again without a pause.
             self._held_until_s[machine] = None
 
 
 class NodeReplacement:
-    """One at a time, for the whole cluster; its caller sees to that."""
+    """Requests replacements of machines. The caller makes sure that there is one request at a time for the whole cluster."""
 
     def __init__(self, api: Api, namespace: str, wanted: Replacements, busy: Callable[[str], bool]) -> None:
-        """namespace: the operator's. busy: whether a node of a job is on a machine."""
+        """namespace: the operator's. wanted: the site's configuration. busy: whether a node of a job is on a machine."""
         self.way = wanted.way
         self._api, self._wanted, self._busy = api, wanted, busy
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
 
     def due_s(self, mark: Mark | None) -> float | None:
-        """When another machine is to be asked for, in UTC; None: never, or it was."""
+        """When a replacement is to be requested, in UTC; None: never, or it has been."""
         return replacement_due_s(mark, self._wanted.after_s)
 
     async def ask(self, node: Object) -> str:
-        """Asks for another machine in place of a marked Node. Returns what was asked, or why it cannot be.
+        """Requests a replacement for a marked Node. Returns what was requested, or why that is impossible.
 
         Raises:
-            Held: not now.
-            ApiError, NoApiAnswer: it is to be tried again.
+            Held: it may not be requested now.
+            ApiError, NoApiAnswer: it should be tried again.
         """
         mark = marks_of(node).mark
         assert mark is not None, "only a marked machine is replaced"
@@ -252,17 +258,17 @@ class NodeReplacement:
             raise Held("nodes of jobs are there", None)
         try:
             await self._count(node, mark)
-            told = await self._in_way(node, mark)
+            outcome = await self._in_way(node, mark)
         except ApiError as error:
-            # A right that is missing does not come by asking again.
+            # Repeating the request does not help against a missing permission.
             if error.status != 403:
                 raise
-            told = f"another machine cannot be asked for: {error}"
-        _log.warning("%s", told, extra={"machine": name, "job": mark.job})
-        return told[:REPLACEMENT_CHARS]
+            outcome = f"another machine cannot be asked for: {error}"
+        _log.warning("%s", outcome, extra={"machine": name, "job": mark.job})
+        return outcome[:REPLACEMENT_CHARS]
 
     async def _count(self, node: Object, mark: Mark) -> None:
-        """Writes the record, if the brake lets it."""
+        """Records the request, if the daily limit allows it. Raises Held if it does not."""
         now_s, uid = self._api.now_s(), node["metadata"]["uid"]
         try:
             there = await self._api.get(f"{self._folder}/{RECORD}")
@@ -272,7 +278,7 @@ class NodeReplacement:
             there = None
         records = _records(there)
         if any(one.uid == uid and one.at_s + DAY_S > now_s for one in records):
-            return  # this operator, or one before it, did not come to the asking
+            return  # recorded before by this operator or an earlier one, which did not get as far as the request
         if (why := why_not_replaced(records, self._wanted.most_a_day, now_s)) is not None:
             raise Held(why, free_again_s(records, self._wanted.most_a_day))
         new = ReplacementRecord(
@@ -284,7 +290,7 @@ class NodeReplacement:
             made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {KEY: text}}
             await self._api.create(self._folder, made)
         else:
-            # With the version: a leader that thaws overwrites nothing.
+            # With the version, so that a former leader that was suspended and resumed overwrites nothing.
             metadata = {"resourceVersion": there["metadata"]["resourceVersion"]}
             await self._api.merge(f"{self._folder}/{RECORD}", {"metadata": metadata, "data": {KEY: text}})
 
@@ -313,7 +319,7 @@ class NodeReplacement:
             uid = owner.uid or (await self._api.get(path))["metadata"]["uid"]
             await self._api.delete(path, uid)
         except ApiError as error:
-            # 409: another one has its name, so it is gone as well.
+            # 409: another object has its name, so it is gone in this case too.
             if error.status not in (404, 409):
                 raise
             return f"another machine cannot be asked for: {called} is not there ({error})"
@@ -321,7 +327,7 @@ class NodeReplacement:
 
 
 class Held(Exception):
-    """It is not asked for now. `until_s`: when it may be, in UTC; None: when something changes."""
+    """A replacement may not be requested now. `until_s`: when it may be, in UTC; None: when something changes."""
 
     def __init__(self, why: str, until_s: float | None) -> None:
         super().__init__(why)
@@ -329,7 +335,7 @@ class Held(Exception):
 
 
 async def _run(program: str, machine: str, mark: Mark) -> str:
-    """A site's program. Its last line is told."""
+    """Runs a site's program. Returns what happened, with the last line that the program printed."""
     try:
         process = await asyncio.create_subprocess_exec(
             program,
@@ -339,25 +345,25 @@ async def _run(program: str, machine: str, mark: Mark) -> str:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # A group of its own: what it has started ends with it.
+            # In a process group, so that the processes it has started end with it.
             process_group=0,
         )
     except OSError as error:
         return f"another machine cannot be asked for: {program}: {error.strerror}"
     try:
         async with asyncio.timeout(COMMAND_S):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     except TimeoutError:
         return f"another machine was asked for in vain: {program} did not end within {COMMAND_S:g} s"
     finally:
         if process.returncode is None:
             _end_group(process.pid)
             await process.wait()
-    lines = said.decode(errors="replace").strip().splitlines()
-    words = f": {lines[-1].strip()}" if lines else ""
+    lines = output.decode(errors="replace").strip().splitlines()
+    last_line = f": {lines[-1].strip()}" if lines else ""
     if process.returncode != 0:
-        return f"another machine was asked for in vain: {program} ended with {process.returncode}{words}"
-    return f"{program} was asked to replace it{words}"
+        return f"another machine was asked for in vain: {program} ended with {process.returncode}{last_line}"
+    return f"{program} was asked to replace it{last_line}"
 
 
 def _end_group(pid: int) -> None:
@@ -373,5 +379,5 @@ def _records(there: Object | None) -> tuple[ReplacementRecord, ...]:
     try:
         return decode(_written.decode, text, f"the ConfigMap {RECORD} cannot be read")
     except Damaged as error:
-        # A person's edit. As if there were none, the brake would be lifted.
+        # Somebody has edited it. If it counted as empty, the daily limit would be lifted.
         raise Held(f"{error}; mend or delete it", None) from None

@@ -1,6 +1,6 @@
-"""Makes and looks after the pods of all HoldfastJobs of a cluster.
+"""The operator: creates and maintains the pods of all HoldfastJobs of a cluster.
 
-It has no state of its own, so it can be killed at any moment, and it is on the path of no recovery.
+It has no state of its own, so it can be killed at any moment, and no recovery of a job depends on it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from holdfast.protocol.network.lookup import Lookup
 _log = logging.getLogger("holdfast.operator")
 OURS = {"labelSelector": f"{LABEL_MANAGER}={MANAGER}"}
 KUEUE_AGAIN_S = 30.0
-"""Between two tries to watch Workloads, where a job asks for a queue and there is no Kueue."""
+"""Seconds between two tries to watch Workloads while a job names a queue but the cluster has no Kueue."""
 
 
 class Operator:
-    """All jobs of the cluster, or of one namespace."""
+    """The operator of all jobs of a cluster or of one namespace."""
 
     def __init__(
         self, api: Api, setting: Setting, lookup: Callable[[str], Lookup], namespace: str = ""
     ) -> None:
-        """lookup: of the coordinator at an address. namespace: empty: all."""
+        """lookup: finds the coordinator at an address. namespace: whose jobs are managed; empty: all."""
         self._api, self._setting, self._lookup = api, setting, lookup
         scope = f"/namespaces/{namespace}" if namespace else ""
         self._jobs_path = f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}"
@@ -65,7 +65,7 @@ class Operator:
         return NodeReplacement(self._api, self._setting.namespace, wanted, self._has_nodes)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until cancelled. Raises an ExceptionGroup with an ApiError if a permission is missing."""
         pods = Informer(
             api=self._api,
             path=self._pods_path,
@@ -96,8 +96,8 @@ class Operator:
                 group.create_task(self._watch_machines(machines))
                 if self._setting.marking != "none":
                     group.create_task(self._marks.run())
-                # Pods first: a job that is looked at without its pods would be given new ones. Machines as well: pods
-                # that are made before would not be told where they stand.
+                # Pods first, because a job whose pods are not known yet would be given new ones. Machines too, because pods
+                # that are created before they are known would not be told their places.
                 await pods.listed.wait()
                 await self._machines_known.wait()
                 group.create_task(jobs.run())
@@ -111,12 +111,12 @@ class Operator:
         except ApiError as error:
             if error.status != 403:
                 raise
-            # A site may leave this right out: cordons and taints are not seen then, and everything else is.
+            # A site may leave out this permission. Then cordons and taints have no effect, but everything else works.
             _log.warning("machines are not watched: %s", error)
             self._machines_known.set()
 
     async def _watch_workloads(self) -> None:
-        # Only once a job is in a queue: most clusters have no Kueue, and sites may leave the right out.
+        # Only once a job names a queue: most clusters have no Kueue, and sites may leave out the permission.
         await self._queued.wait()
         while True:
             workloads = Informer(
@@ -135,7 +135,7 @@ class Operator:
                 self._unknown_workloads(missing)
             await asyncio.sleep(random.uniform(KUEUE_AGAIN_S / 2, KUEUE_AGAIN_S))
 
-    # ------------------------------------------------------------ what the watches tell
+    # ------------------------------------------------------------ what the watches report
 
     def _list_workloads(self, all_: list[Object], version: str) -> None:
         self._workloads = {one["metadata"]["uid"]: one for one in all_}
@@ -174,8 +174,8 @@ class Operator:
 
     def _on_job(self, raw: Object) -> None:
         uid = raw["metadata"]["uid"]
-        # By uid and never by name: a job that was deleted and made again under its name is another one, and
-        # its task must not act on what it remembers of the first.
+        # By uid and never by name: a job that was deleted and created again under the same name is another one, for which
+        # nothing that the task remembers of the first one applies.
         if uid not in self._tasks:
             job = JobTask(
                 api=self._api,
@@ -198,7 +198,7 @@ class Operator:
         self._tasks[uid][0].put(raw)
 
     def _on_end(self, uid: str, task: asyncio.Task[None]) -> None:
-        # A job that broke its task is one job less, not the end of all others. It is tried again when it changes.
+        # An error in one job's task must not end the tasks of all others. It is started again when the job changes.
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a job's task broke", exc_info=error, extra={"uid": uid})
             self._tasks.pop(uid, None)
@@ -236,15 +236,15 @@ class Operator:
         self._wake_all()
 
     def _on_machine(self, raw: Object) -> None:
-        # Kubelets write their Node every few seconds. Only what is asked of it counts as a change.
+        # Kubelets update their Nodes every few seconds. Only what `MachineSeen` has of a Node counts as a change.
         if self._put_machine(raw):
             self._brake()
             self._wake_all()
 
     def _put_machine(self, raw: Object) -> bool:
-        """Whether something that is asked of it has changed."""
+        """Takes in a Node. Returns whether anything of its `MachineSeen` has changed."""
         name, version = raw["metadata"]["name"], int(raw["metadata"].get("resourceVersion", 0))
-        # A watch may be behind the answer to a mark of our own. Going back, another machine would be marked beyond the brake.
+        # A watch may lag behind the answer to our own mark. Going back, the mark would not count towards the limit.
         if version < self._machine_versions.get(name, 0):
             return False
         self._machine_versions[name] = version
@@ -255,7 +255,7 @@ class Operator:
         return before != seen
 
     def _brake(self) -> bool:
-        """At most a share of the machines is left for a condition. Whether something has changed."""
+        """Limits how many machines jobs leave because of a condition, see `braked`. Returns whether anything has changed."""
         changed = list(braked(self._machines, self._setting.most_left_percent))
         for machine in changed:
             if machine.held is not None and self._machines[machine.name].held is None:
@@ -270,9 +270,10 @@ class Operator:
             self._wake_all()
 
     def _has_nodes(self, machine: str) -> bool:
-        """Whether nodes of jobs may run there. A coordinator does not count: without it training goes on, and another one comes."""
+        """Whether nodes of jobs may run on a machine. Coordinators do not count: training continues without one, and it is
+        replaced."""
         known = self._machines.get(machine)
-        # A pod that is deleted stays as an object on a machine that is dead, and nothing of it runs.
+        # On a dead machine the object of a deleted pod stays although nothing of it runs.
         dead = known is not None and not known.ready
         return any(
             one.get("spec", {}).get("nodeName") == machine
