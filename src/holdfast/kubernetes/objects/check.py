@@ -1,9 +1,9 @@
-"""Whether a HoldfastJob can work. One pure function, for the command line, before anything is sent, and for the operator, where an
-older CRD let something through: what one of them takes, the other takes as well.
+"""Checks whether a HoldfastJob is valid. One pure function, so that the command line and the operator accept the same objects:
+the former checks before it sends anything, the latter in case an older CRD let something through.
 
-The object is compared with the structural schema as the API server does it, but what is accepted is said in words of one line each.
-Then come rules that no schema can say. What only the cluster knows (Pod Security, quotas, webhooks, whether a ConfigMap is there) is
-for the server-side dry run of the pods that `render` makes.
+The object is compared with the structural schema as by the API server, but each problem is described in one line. Then follow
+rules that a schema cannot express. What only the cluster knows (Pod Security, quotas, webhooks, whether a ConfigMap exists) is
+checked by a server-side dry run of the pod that `render` makes.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.units import parse_share
 
 SHOWN_CHARS = 80
-"""Of a value in a message."""
+"""Number of characters of a value that a message shows."""
 
 
 OWN_FOLDERS = (SHARED_MEMORY, "/var/lib/holdfast", "/etc/holdfast")
-"""Where the operator mounts what the agent needs."""
+"""Folders at which the operator mounts the agent's volumes."""
 OWN_LABELS = "holdfast.dev/"
-"""Labels and annotations that begin so are the operator's."""
+"""Prefix of the operator's labels and annotations."""
 RESERVED_MEMORY_SHARE = 0.8
-"""Of the container's memory limit, snapshots may have so much: the worker needs the rest, and tmpfs counts against it."""
+"""Largest share of the container's memory limit that snapshots may use: tmpfs counts towards it, and the worker needs the
+rest."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One field that cannot be taken as it is."""
+    """An invalid field of an object."""
 
     path: str
-    """As `kubectl explain` takes it, for example `spec.checkpoints[1].url`."""
+    """The field's path, for example `spec.checkpoints[1].url`."""
     value: Any
-    """What stands there; None: nothing."""
+    """Its value; None: it is missing."""
     accepted: str
-    """What may stand there."""
+    """Description of the values that are accepted."""
 
     def __str__(self) -> str:
         text = msgspec.json.encode(self.value).decode()
@@ -64,12 +65,12 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def check(job: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """Everything that is wrong with the object, as a user wrote it; empty: it can be taken."""
+    """Everything that is wrong with an object as a user wrote it; empty: it is valid."""
     found = [
         *problems(job.get("metadata", {}).get("name", ""), _NAME, "metadata.name"),
         *problems(job.get("spec"), _SPEC, "spec"),
     ]
-    # What follows reads fields by their types, so it waits until these are right.
+    # The other checks need the fields to have the right types.
     if found:
         return tuple(found)
     made = convert(job)
@@ -77,7 +78,7 @@ def check(job: Mapping[str, Any]) -> tuple[Problem, ...]:
 
 
 def convert(job: Mapping[str, Any]) -> HoldfastJob:
-    """An object that has passed `check`, in its types."""
+    """The typed form of an object that has passed `check`."""
     metadata = job["metadata"]
     id_ = ObjectName(
         namespace=metadata.get("namespace", ""), name=metadata["name"], uid=metadata.get("uid", "")
@@ -107,11 +108,11 @@ def _of_spec(spec: HoldfastJobSpec) -> Iterator[Problem]:
 
 
 def _of_rules(part: msgspec.Struct, at: str) -> Iterator[Problem]:
-    """Those that the API server knows as well."""
+    """Violations of the rules that the API server checks as well, see `schema.rules_of`."""
     for one in rules_of(type(part)):
         if not one.holds(part):
             yield Problem(f"{at}.{one.field}".rstrip("."), one.value(part), one.accepted)
-    # Not `msgspec.structs.fields`, which reads every annotation anew: the operator checks a job at each look.
+    # Not `msgspec.structs.fields`, which parses all annotations each time, while the operator checks a job at each look.
     for name, shown in zip(part.__struct_fields__, part.__struct_encode_fields__, strict=True):
         if isinstance(below := getattr(part, name), msgspec.Struct):
             yield from _of_rules(below, f"{at}.{shown}")
@@ -154,7 +155,7 @@ def _of_gang(job: HoldfastJob) -> Iterator[Problem]:
         yield Problem(
             "spec.scheduling.gang", gang, f"none in a queue of Kueue's (the label {LABEL_QUEUE}: {job.queue})"
         )
-    # What ties pods to the group is not overwritten in silence: whoever wrote it believes that it holds.
+    # Refused instead of silently overwritten: the user who wrote such a field believes that it has an effect.
     ours, given = render.ties_to_group(spec, job.id.name), spec.template
     for at, there, set_ in (
         ("spec.template.metadata.labels", given.metadata.labels, ours.labels),
@@ -190,7 +191,7 @@ def _of_template(spec: HoldfastJobSpec) -> Iterator[Problem]:
         if name in pod:
             yield Problem(f"{at}.{name}", pod[name], why)
     names = [one["name"] for one in pod["containers"]]
-    if names.count(WORKER) != 1:  # said by a rule
+    if names.count(WORKER) != 1:  # a rule reports this
         return
     yield from _of_worker(spec, f"{at}.containers[{names.index(WORKER)}]")
     for position, volume in enumerate(pod.get("volumes") or ()):
@@ -216,8 +217,8 @@ def _of_worker(spec: HoldfastJobSpec, at: str) -> Iterator[Problem]:
             yield Problem(
                 f"{at}.env[{position}].name", name, "none that begins with HOLDFAST_, but HOLDFAST_LOG"
             )
-    # Checked here because the kernel would find it hours later: snapshots fill tmpfs, tmpfs counts as the
-    # container's memory, and the node is killed at its first large snapshot.
+    # Checked here because it would otherwise show hours later: snapshots fill tmpfs, which counts as the container's memory, and
+    # the kernel kills the node at its first large snapshot.
     limit = quantity_of_limit(spec, "memory")
     given = quantity(spec.snapshots.memory) if spec.snapshots.memory is not None else None
     if given is not None and limit is not None and given > RESERVED_MEMORY_SHARE * limit:
@@ -230,8 +231,8 @@ def _of_worker(spec: HoldfastJobSpec, at: str) -> Iterator[Problem]:
 
 
 _NOT_IN_POD = {
-    # What the operator sets itself is refused and never overwritten in silence: a user who wrote it would
-    # believe that it holds.
+    # Fields that the operator sets are refused instead of silently overwritten: a user who wrote one would believe that it has
+    # an effect.
     "restartPolicy": "no such field: the operator sets OnFailure, so an agent that crashed returns in its place",
     "terminationGracePeriodSeconds": "no such field; say it as spec.disruption.graceSeconds",
     "hostname": "no such field: the operator names each pod",
@@ -252,13 +253,13 @@ _NOT_IN_WORKER = {
 _ENVIRONMENT_OF_USERS = frozenset({"HOLDFAST_LOG"})
 
 
-# ------------------------------------------------------------ against the schema
+# ------------------------------------------------------------ comparison with the schema
 
 Schema = Mapping[str, Any]
 
 
 def problems(value: Any, schema: Schema, path: str) -> Iterator[Problem]:
-    """Every place at which the value does not fit, in the order of the schema."""
+    """Every place at which a value does not match its schema, in the order of the schema."""
     if not _has_type(value, schema):
         yield Problem(path, value, accepted(schema))
     elif isinstance(value, Mapping):
@@ -274,8 +275,8 @@ def _of_object(value: Mapping[str, Any], schema: Schema, path: str) -> Iterator[
     for name in schema.get("required", ()):
         if name not in value:
             yield Problem(f"{path}.{name}", None, accepted(fields[name]))
-    # The one form of `oneOf` that our own schema uses. A schema with another one must extend this, or its
-    # rule would hold on the server alone.
+    # The only form of `oneOf` that our schema uses. A schema with another form needs an extension here, or only the server would
+    # check it.
     choices = [branch["required"][0] for branch in schema.get("oneOf", ())]
     if choices and sum(name in value for name in choices) != 1:
         yield Problem(path, dict(value) or None, f"exactly one of {' and '.join(choices)}")
@@ -298,8 +299,8 @@ def _of_list(value: Sequence[Any], schema: Schema, path: str) -> Iterator[Proble
     keys = schema.get("x-kubernetes-list-map-keys", ())
     seen: set[tuple[Any, ...]] = set()
     for position, one in enumerate(value):
-        # As the server merges lists of this type: two entries of one key would be one after an apply, and a
-        # tier would be lost without a word.
+        # The server merges lists of this type by key: two entries with one key would become one, and a tier would silently be
+        # lost.
         key = tuple(one.get(name) for name in keys) if keys and isinstance(one, Mapping) else None
         if key is not None and key in seen:
             yield Problem(
@@ -321,7 +322,7 @@ def _has_type(value: Any, schema: Schema) -> bool:
             return isinstance(value, bool)
         case "number":
             return isinstance(value, int | float) and not isinstance(value, bool)
-        case "integer":  # bool is a kind of int in Python, and not in JSON
+        case "integer":  # bool is a subclass of int in Python, but not in JSON
             return isinstance(value, int) and not isinstance(value, bool)
         case _:
             return isinstance(value, str)
@@ -340,9 +341,9 @@ def _within(value: Any, schema: Schema) -> bool:
 
 
 def accepted(schema: Schema) -> str:
-    """In words."""
-    words = _accepted(schema)
-    return f"{words} ({schema['description'].rstrip('.')})" if "description" in schema else words
+    """Describes the values that a schema accepts."""
+    text = _accepted(schema)
+    return f"{text} ({schema['description'].rstrip('.')})" if "description" in schema else text
 
 
 def _accepted(schema: Schema) -> str:
@@ -359,11 +360,11 @@ def _accepted(schema: Schema) -> str:
         case "boolean":
             return "true or false"
         case "integer" | "number" as kind:
-            words = "a whole number" if kind == "integer" else "a number"
+            text = "a whole number" if kind == "integer" else "a number"
             low, high = schema.get("minimum"), schema.get("maximum")
             if low is not None and high is not None:
-                return f"{words} from {low} to {high}"
-            return words if low is None else f"{words} of {low} or more"
+                return f"{text} from {low} to {high}"
+            return text if low is None else f"{text} of {low} or more"
         case _:
             if "pattern" in schema:
                 return f"text that matches {schema['pattern']}" + (

@@ -1,7 +1,7 @@
-"""Kueue's Workload objects: how they are made, read and given back. Pure.
+"""Creates, reads and updates Kueue's Workload objects. Pure.
 
-Kueue lets every kind of job in for which somebody makes Workloads. What it decides is in their status, and what is done about it
-is their owner's affair: it stops no pod itself.
+Kueue admits any kind of job for which Workloads are created. Its decisions are in their status. Acting on them is up to their
+owner: Kueue does not stop the pods itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COUNTED = (
     "runtimeClassName",
     "priorityClassName",
 )
-"""What Kueue looks at: what a pod needs, and on which machines it can be."""
+"""Fields of a PodSpec that Kueue uses: a pod's resources, and on which machines it can run."""
 
 
 def workload(
@@ -44,11 +44,13 @@ def workload(
     setting: PodSetting = DEFAULT,
     near: Mapping[str, str] = {},
 ) -> Object:
-    """A claim of quota.
+    """A Workload, which claims quota.
 
     Args:
-        priority: a WorkloadPriorityClass and its value; Kueue wants both or none.
-        near: labels that the machines have to have.
+        number: of a further node; None: for the base Workload, which includes the coordinator.
+        nodes: number of nodes.
+        priority: a WorkloadPriorityClass and its value; Kueue requires both or neither.
+        near: labels that the machines must have.
     """
     of_nodes = _pod_set(NODE_ROLE, nodes, agent_pod(job, 0, setting=setting))
     if (asked := job.spec.scheduling.queue_topology) is not None:
@@ -78,7 +80,7 @@ def workload(
 
 
 def priority_class(job: HoldfastJob, number: int | None) -> str | None:
-    """The WorkloadPriorityClass of a Workload; None: that of Kueue's defaults."""
+    """The WorkloadPriorityClass of a Workload; None: Kueue's default."""
     given = job.spec.scheduling
     if number is not None and given.elastic_workload_priority_class is not None:
         return given.elastic_workload_priority_class
@@ -87,7 +89,7 @@ def priority_class(job: HoldfastJob, number: int | None) -> str | None:
 
 def _pod_set(name: str, count: int, pod: Object) -> Object:
     spec = {key: copy.deepcopy(pod["spec"][key]) for key in _COUNTED if key in pod["spec"]}
-    # Volumes are left out, so what mounts them is, too.
+    # Volumes are left out, and so are their mounts.
     for container in (*spec["containers"], *spec.get("initContainers", ())):
         container.pop("volumeMounts", None)
     return {"name": name, "count": count, "template": {"spec": spec}}
@@ -97,7 +99,7 @@ def _pod_set(name: str, count: int, pod: Object) -> Object:
 
 
 def workload_seen(made: Mapping[str, Any], job: str, uid: str) -> WorkloadSeen | None:
-    """A Workload of the job of this uid; None: it is somebody else's."""
+    """A Workload of the job with this uid; None: it does not belong to that job."""
     metadata, spec, status = made["metadata"], made["spec"], made.get("status", {})
     if not any(one.get("uid") == uid for one in metadata.get("ownerReferences", ())):
         return None
@@ -114,7 +116,7 @@ def workload_seen(made: Mapping[str, Any], job: str, uid: str) -> WorkloadSeen |
         queue=spec.get("queueName", ""),
         admitted=_holds(conditions, "Admitted"),
         reserved=_holds(conditions, "QuotaReserved"),
-        evicted=_words(conditions["Evicted"]) if _holds(conditions, "Evicted") else None,
+        evicted=_reason_of(conditions["Evicted"]) if _holds(conditions, "Evicted") else None,
         active=spec.get("active", True),
         deleting="deletionTimestamp" in metadata,
         finished=_holds(conditions, "Finished"),
@@ -141,7 +143,7 @@ def _holds(conditions: Mapping[str, Any], type_: str) -> bool:
     return bool(conditions.get(type_, {}).get("status") == "True")
 
 
-def _words(condition: Mapping[str, Any]) -> str:
+def _reason_of(condition: Mapping[str, Any]) -> str:
     message = f": {condition['message']}" if condition.get("message") else ""
     return f"{condition.get('reason', 'Evicted')}{message}"[:MESSAGE_CHARS]
 
@@ -153,7 +155,7 @@ def _waits(conditions: Mapping[str, Any]) -> str:
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """What an admission adds to the pods."""
+    """What an admission adds to pods."""
 
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -168,15 +170,15 @@ def flavors_of(made: Mapping[str, Any], role: str) -> list[str]:
 
 
 def _assigned(made: Mapping[str, Any], role: str) -> Mapping[str, Any]:
-    # After a release the field may be there and null.
+    # After a release the field may be null.
     admission = made.get("status", {}).get("admission") or {}
     return _one_of(admission.get("podSetAssignments", ()), role)
 
 
 def domains_of(made: Mapping[str, Any], role: str) -> list[dict[str, str]]:
-    """Where Kueue puts the pods of a role, each with its labels; empty: it chooses no machines.
+    """The topology domains that Kueue has chosen for the pods of a role, each as labels; empty: it chooses none.
 
-    Where the innermost level is the machine, Kueue names the machine alone.
+    If the innermost level is the machine, Kueue names only the machine.
     """
     assignment = _assigned(made, role).get("topologyAssignment") or {}
     levels = assignment.get("levels", ())
@@ -188,7 +190,7 @@ def domains_of(made: Mapping[str, Any], role: str) -> list[dict[str, str]]:
 
 
 def _values(given: Mapping[str, Any], count: int) -> list[str]:
-    """Of one level: the same for all domains, or one for each, whose common beginning and end are apart."""
+    """The values of one level for `count` domains: one for all of them, or one each, with a common prefix and suffix."""
     if "individual" not in given:
         return [given["universal"]] * count
     own = given["individual"]
@@ -196,7 +198,8 @@ def _values(given: Mapping[str, Any], count: int) -> list[str]:
 
 
 def where(made: Mapping[str, Any], flavors: Iterable[Mapping[str, Any]], role: str) -> Where:
-    """flavors: the ResourceFlavors of `flavors_of`. What an admission check adds is added, too."""
+    """What a Workload's admission, admission checks included, adds to its pods of a role. flavors: the ResourceFlavors of
+    `flavors_of`."""
     specs = [one.get("spec", {}) for one in flavors]
     updates = [
         update
@@ -207,8 +210,8 @@ def where(made: Mapping[str, Any], flavors: Iterable[Mapping[str, Any]], role: s
     selectors = [*(one.get("nodeLabels", {}) for one in specs), *(u.get("nodeSelector", {}) for u in updates)]
     labels = {key: value for one in updates for key, value in one.get("labels", {}).items()}
     notes = {key: value for one in updates for key, value in one.get("annotations", {}).items()}
-    # Nodes alone. A coordinator's successor must not wait for Kueue, which chooses another machine only when Kubernetes
-    # calls the old one not ready; so it goes to any machine of the flavor.
+    # Only nodes. The replacement of a coordinator must not wait for Kueue, which chooses another machine only once Kubernetes
+    # calls the old one not ready. So a coordinator may run on any machine of the flavor.
     is_gated = role == NODE_ROLE and bool(domains_of(made, role))
     if is_gated:
         labels[names.LABEL_POD_SET] = role
@@ -223,7 +226,8 @@ def where(made: Mapping[str, Any], flavors: Iterable[Mapping[str, Any]], role: s
 
 
 def _topology_note(made: Mapping[str, Any], role: str) -> dict[str, str]:
-    """By which Kueue knows a pod whose machine it chooses: it is not counted twice, and its gate is taken away."""
+    """The annotation by which Kueue recognizes a pod whose machine it chooses. It removes such a pod's gate, and does not count
+    the pod twice."""
     asked = _topology(_one_of(made["spec"]["podSets"], role)) or QueueTopology()
     for kind, label in (("required", asked.required), ("preferred", asked.preferred)):
         if label is not None:
@@ -232,13 +236,14 @@ def _topology_note(made: Mapping[str, Any], role: str) -> dict[str, str]:
 
 
 def placed(pod: Object, at: Where, workload_name: str) -> Object:
-    """The pod where its admission wants it."""
+    """The pod with what its admission adds."""
     made = copy.deepcopy(pod)
     metadata, spec = made["metadata"], made["spec"]
     metadata["labels"] = at.labels | metadata["labels"] | {names.LABEL_WORKLOAD: workload_name}
     if at.annotations:
         metadata["annotations"] = at.annotations | metadata.get("annotations", {})
-    # The flavor's labels last: a selector of the template that says otherwise would use another quota than was counted.
+    # The flavor's labels take precedence: with another value in the template's selector the pod would use other quota than was
+    # counted.
     if at.node_selector:
         spec["nodeSelector"] = spec.get("nodeSelector", {}) | at.node_selector
     spec["tolerations"] = [*spec.get("tolerations", ()), *at.tolerations]
@@ -247,17 +252,17 @@ def placed(pod: Object, at: Where, workload_name: str) -> Object:
     return made
 
 
-# ------------------------------------------------------------ what its owner writes
+# ------------------------------------------------------------ writing
 
 
 def released(made: Mapping[str, Any], now_s: float) -> Object:
-    """The patch of its status after which others can have the quota."""
+    """The patch of a Workload's status that gives its quota back."""
     status = made.get("status", {})
     evicted: Mapping[str, Any] = next(
         (one for one in status.get("conditions", ()) if one["type"] == "Evicted"), {}
     )
     reason, message = str(evicted.get("reason", "Pending")), str(evicted.get("message", ""))
-    # A Workload that a person has stopped is not to wait for quota again.
+    # A Workload that a person has stopped must not be queued again.
     requeued = "True" if made["spec"].get("active", True) else "False"
     changes = [
         _condition(made, "QuotaReserved", "False", "Pending", message, now_s),
@@ -269,20 +274,20 @@ def released(made: Mapping[str, Any], now_s: float) -> Object:
 
 
 def finished(made: Mapping[str, Any], succeeded: bool, now_s: float) -> Object:
-    """The patch of its status by which the quota is free for good."""
+    """The patch of a Workload's status that frees its quota for good."""
     reason = "Succeeded" if succeeded else "Failed"
     change = _condition(made, "Finished", "True", reason, "The HoldfastJob is over", now_s)
     return _patch(made, {"conditions": _merged(made, [change])})
 
 
 def pods_ready(made: Mapping[str, Any], now_s: float) -> Object:
-    """The patch of its status by which a Kueue that waits for pods is content."""
+    """The patch of a Workload's status that reports its pods as ready, for a Kueue that waits for that."""
     change = _condition(made, "PodsReady", "True", "Started", "As many nodes as it needs are there", now_s)
     return _patch(made, {"conditions": _merged(made, [change])})
 
 
 def _patch(made: Mapping[str, Any], status: Object) -> Object:
-    # With the version: what Kueue has decided since then is not overwritten.
+    # With the version, so that newer decisions of Kueue are not overwritten.
     return {"metadata": {"resourceVersion": made["metadata"]["resourceVersion"]}, "status": status}
 
 
@@ -314,36 +319,36 @@ class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     uid: str
     number: int | None
-    """Of a further node; None: it is for the coordinator and the nodes that cannot be missed."""
+    """The number of a further node; None: it is the base, for the coordinator, the spares and the minimum number of nodes."""
     nodes: int
     queue: str
     admitted: bool = False
     reserved: bool = False
-    """Quota is held. It stays so after an eviction, until the job gives it back."""
+    """Whether it holds quota. After an eviction it still does, until the job gives the quota back."""
     evicted: str | None = None
-    """Why Kueue wants the quota back."""
+    """Why Kueue has evicted it; None: it has not."""
     active: bool = True
-    """False: a person has stopped it."""
+    """False: a person has stopped it (`spec.active`)."""
     deleting: bool = False
     finished: bool = False
     ready: bool = False
-    """Kueue was told that its pods are there."""
+    """Whether its pods have been reported as ready to Kueue."""
     waits: str = ""
-    """Kueue's words about why it holds no quota."""
+    """Kueue's message about why it is not admitted."""
     topology: QueueTopology | None = None
-    """How near to each other its nodes are to be."""
+    """How close to each other its nodes must be."""
     machines: frozenset[str] = frozenset()
-    """That Kueue has chosen for its nodes; empty: it has not, or does not choose."""
+    """Machines that Kueue has chosen for its nodes; empty: none, or Kueue does not choose machines."""
 
     @property
     def grants(self) -> bool:
-        """Its nodes may be there."""
+        """Whether its nodes may run."""
         wanted_back = self.evicted is not None or not self.active or self.deleting or self.finished
         return self.admitted and not wanted_back
 
     @property
     def why_not(self) -> str:
-        """Why its nodes may not be there."""
+        """Why its nodes may not run."""
         if self.evicted is not None:
             return self.evicted
         return "it was stopped (spec.active is false)" if not self.active else self.waits

@@ -1,8 +1,8 @@
-"""A machine of the cluster, as its Node shows it: whether it is reached, to be emptied or called sick, where it stands, and what we have
-written there.
+"""A machine of the cluster, as its Node shows it: whether it is reachable, to be emptied or sick, its place, and Holdfast's
+marks.
 
-A mark says that a job's coordinator blames the machine; a note, that the machine's own watch has found it sick. Both are annotations of
-the Node, and what a person removes. Conditions and a taint follow them.
+A mark says that a job's coordinator blames the machine; a health note, that the machine's own watch has found it sick. Both are
+annotations of the Node, which a person can remove. Conditions and a taint are derived from them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ GOING_TAINTS = {
     "node.kubernetes.io/not-ready": None,
     "node.kubernetes.io/unreachable": None,
 }
-"""Taints with a meaning of their own; None: none for us. Others count when their effect is NoExecute."""
+"""Taints with a known meaning; None: one that is ignored. Other taints count if their effect is NoExecute."""
 
 
 GOING_CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem", names.HEALTH_CONDITION)
-"""Conditions that say that a machine is sick: two of node-problem-detector's, and the one of our own watch."""
+"""Conditions that report a machine as sick: two of node-problem-detector's, and that of Holdfast's own watch."""
 
 
 TOPOLOGY_LABELS = (
@@ -49,13 +49,13 @@ TOPOLOGY_LABELS = (
     "topology.k8s.aws/network-node-layer-3",
     "cloud.google.com/gce-topology-block",
     "cloud.google.com/gce-topology-subblock",
-    # What sites call their own.
+    # For sites to set.
     "topology.holdfast.dev/block",
     "topology.holdfast.dev/rack",
     # An NVLink domain.
     "nvidia.com/gpu.clique",
 )
-"""Labels that say where a machine stands, from the outermost in. A level that a machine has no label for is left out."""
+"""Labels that describe a machine's place, from the outermost level to the innermost. Levels without a label are left out."""
 
 Marking = Literal["none", "condition", "taint"]
 
@@ -64,29 +64,29 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """Why a machine is not to be used."""
 
     uid: str
-    """Of the job."""
+    """The job's."""
     job: str
     """`namespace/name`, for people."""
     run: int
     term: int
-    """Of the coordinator that says so."""
+    """The term of the coordinator that blames it."""
     quarantined: bool
-    """It has the machine in quarantine. Else it has turned a node away whose checks failed."""
+    """Whether that coordinator has the machine in quarantine. If not, it has rejected a node of it whose checks failed."""
     reason: str
     at_s: float | None = None
     """When it was marked, in UTC; None: unknown."""
     replacement: str = ""
-    """Of whom another machine was asked, or why it could not be; empty: of nobody yet."""
+    """How its replacement was requested, or why that was impossible; empty: it has not been requested."""
 
 
 class MachineMarks(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a mark is on a Node."""
+    """A Node's mark, and what has been derived from it."""
 
     mark: Mark | None = None
     condition: bool = False
-    """Ours holds."""
+    """Whether Holdfast's condition holds."""
     tainted: bool = False
-    """It has our taint."""
+    """Whether the Node has Holdfast's taint."""
 
 
 NO_MARKS = MachineMarks()
@@ -97,28 +97,28 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     ready: bool = True
-    """Kubernetes reaches its kubelet. A node on a machine that is not ready may well train on."""
+    """Whether Kubernetes reaches its kubelet. A job's node on a machine that is not ready may still be training."""
     going: str | None = None
-    """Why it is to be emptied: it is cordoned, or has a taint that says so."""
+    """Why it is to be emptied: it is cordoned, or has a taint that means so; None: it is not."""
     sick: str | None = None
-    """What a condition says of it, of which the scheduler knows nothing; None: none calls it sick."""
+    """The message of a condition that reports it as sick, which the scheduler ignores; None: there is none."""
     sick_since: str = ""
-    """As Kubernetes writes moments; empty: it does not say."""
+    """A Kubernetes timestamp; empty: not known."""
     held: str | None = None
-    """Why it stays in use although it is called sick; None: it does not."""
+    """Why it stays in use although it is reported as sick; None: it does not."""
     place: str = ""
-    """Where it stands, by its labels; empty: they do not say it."""
+    """Its place according to its labels; empty: not known."""
     marks: MachineMarks = NO_MARKS
-    """Ours, and those of operators before this one."""
+    """Marks of this operator and of earlier ones."""
 
     @property
     def is_avoided(self) -> bool:
-        """For its sickness."""
+        """Whether jobs avoid it because it is sick."""
         return self.sick is not None and self.held is None
 
     @property
     def why_left(self) -> str | None:
-        """Why nodes leave it; None: they stay."""
+        """Why jobs' nodes leave it; None: they stay."""
         return self.going or (self.sick if self.is_avoided else None)
 
 
@@ -127,7 +127,7 @@ def machine_seen(
     topology_labels: Sequence[str] = TOPOLOGY_LABELS,
     going_conditions: Sequence[str] = GOING_CONDITIONS,
 ) -> MachineSeen:
-    """A Node. Only what is asked of it: its list of images alone would be most of the operator's memory."""
+    """Reads a Node. Only the fields that are needed are kept: the list of images alone would be most of the operator's memory."""
     spec, status = node.get("spec", {}), node.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", ())}
     sick, since = _sick(conditions, going_conditions)
@@ -143,18 +143,18 @@ def machine_seen(
 
 
 def _sick(conditions: Mapping[str, Object], types: Sequence[str]) -> tuple[str | None, str]:
-    """In the words of whoever watches the machine, and since when."""
+    """The message of the first condition that reports the machine as sick, and since when; None: there is none."""
     for type_ in types:
         found = conditions.get(type_, {})
         if found.get("status") == "True":
-            words = found.get("message") or found.get("reason") or ""
-            told = f"the condition {type_}: {words}"[:MESSAGE_CHARS]
-            return told, str(found.get("lastTransitionTime") or "")
+            text = found.get("message") or found.get("reason") or ""
+            message = f"the condition {type_}: {text}"[:MESSAGE_CHARS]
+            return message, str(found.get("lastTransitionTime") or "")
     return None, ""
 
 
 def _place(labels: Object, levels: Sequence[str]) -> str:
-    # The innermost are kept where there are too many: they say more about who is near to whom.
+    # If there are too many levels the innermost are kept, which say more about which machines are close to each other.
     names_ = [str(labels[level]) for level in levels if labels.get(level)]
     return "/".join(names_[-MOST_LEVELS:])
 
@@ -163,13 +163,11 @@ def _going(spec: Object) -> str | None:
     for taint in spec.get("taints", ()):
         key = taint.get("key", "")
         if key in GOING_TAINTS:
-            words = GOING_TAINTS[key]
+            why = GOING_TAINTS[key]
         else:
-            words = (
-                f"the taint {key}={taint.get('value', '')}" if taint.get("effect") == "NoExecute" else None
-            )
-        if words is not None:
-            return words
+            why = f"the taint {key}={taint.get('value', '')}" if taint.get("effect") == "NoExecute" else None
+        if why is not None:
+            return why
     return "it is cordoned" if spec.get("unschedulable") else None
 
 
@@ -184,7 +182,7 @@ MARK_CHARS = 400
 
 
 def marks_of(node: Mapping[str, Any]) -> MachineMarks:
-    """As the Node has them."""
+    """The marks on a Node."""
     conditions = node.get("status", {}).get("conditions", ())
     text = node["metadata"].get("annotations", {}).get(NOTE_FAULT)
     return MachineMarks(
@@ -201,39 +199,40 @@ def _mark_in(text: str) -> Mark:
     try:
         return decode(_marks.decode, text, NOTE_FAULT)
     except Damaged:
-        # A person's own words. It is a mark all the same, and no job's, so no job takes it back.
+        # Text that a person wrote. It counts as a mark, but not as one of a job, so no job removes it.
         return Mark(uid="", job="", run=0, term=0, quarantined=True, reason=text[:MARK_CHARS])
 
 
 def mark_note(mark: Mark | None) -> Object:
-    """The patch of a Node by which it is marked so; None: not at all."""
+    """The patch that sets a Node's mark; None: removes it."""
     text = None if mark is None else msgspec.json.encode(mark).decode()
     return {"metadata": {"annotations": {NOTE_FAULT: text}}}
 
 
 def lags_behind(seen: MachineMarks, marking: Marking) -> bool:
-    """Whether condition or taint are not yet as the mark says."""
+    """Whether the condition or the taint do not correspond to the mark yet."""
     wanted = seen.mark is not None
     return seen.condition != wanted or seen.tainted != (wanted and marking == "taint")
 
 
 def mark_patches(node: Mapping[str, Any], marking: Marking, now_s: float) -> Iterator[tuple[str, Object]]:
-    """What brings condition and taint there: a subresource (empty: the Node itself) and a patch of it."""
+    """The patches that update the taint and the condition, each with its subresource (empty: the Node itself)."""
     seen = marks_of(node)
     version = {"resourceVersion": node["metadata"]["resourceVersion"]}
     wanted = seen.mark is not None and marking == "taint"
     if seen.tainted != wanted:
         others = [one for one in node.get("spec", {}).get("taints", ()) if one.get("key") != TAINT_UNHEALTHY]
-        # No value: a reason is longer than one may be. NoSchedule: other jobs' nodes that train there stay.
+        # Without a value, because a reason is longer than a value may be. NoSchedule, so that other jobs' nodes stay there.
         ours = [{"key": TAINT_UNHEALTHY, "effect": "NoSchedule"}] if wanted else []
-        # The list is one field. With the version, what somebody else has added meanwhile is not lost.
+        # The list is one field, so the patch has the version: a taint that was added in the meantime must not be lost.
         yield "", {"metadata": version, "spec": {"taints": [*others, *ours]}}
     if seen.condition != (seen.mark is not None):
         yield "/status", mark_status(seen.mark, now_s)
 
 
 def mark_status(mark: Mark | None, now_s: float, changed: bool = True) -> Object:
-    """The patch of a Node's status with the condition of a mark. changed: False: it holds already, and has other words."""
+    """The patch of a Node's status with the condition of a mark. changed: whether the condition's status changes; False: only its
+    message does."""
     if mark is None:
         status, reason, message = "False", "Cleared", "no job blames this machine"
     else:
@@ -246,19 +245,21 @@ def mark_status(mark: Mark | None, now_s: float, changed: bool = True) -> Object
         "reason": reason,
         "message": message,
         "lastHeartbeatTime": at,
-        # What a strategic patch leaves out stays.
+        # A strategic patch keeps what it leaves out.
         **({"lastTransitionTime": at} if changed else {}),
     }
     return {"status": {"conditions": [condition]}}
 
 
-# ------------------------------------------------------------ what the watch of a machine says of it
-# The annotation of the Node is what counts, as with marks. The condition follows it, and operators empty the machine for the
-# condition.
-# - A finding counts when the rule that made it asks for the machine, and is sure: a fault, severe, on this machine alone, not on trial.
-# - The first finding stays. What follows from it makes no machine sicker, and each write wakes all who watch Nodes.
-# - It is over when the machine has booted since, or when a person removes the annotation. That a reading is well again proves
-#   nothing: a link that comes and goes would send jobs to and fro.
+# ------------------------------------------------------------ health notes: what a machine's own watch has found
+# As with marks, the annotation of the Node counts. The condition is derived from it, and operators empty the machine because of
+# the condition.
+# - A finding counts if its rule's remedy is about the machine and the finding is certain: a severe fault of this machine alone,
+#   and the rule is not in a dry run.
+# - The first finding is kept. Further ones do not make the machine any sicker, and each write is sent to everything that watches
+#   Nodes.
+# - A note is over when the machine has booted since, or when a person removes the annotation. A good reading proves nothing:
+#   because of an intermittent link, for example, jobs would leave and return again and again.
 
 NOTE_CHARS = 400
 """Characters of a message."""
@@ -268,17 +269,17 @@ class HealthNote(msgspec.Struct, frozen=True, kw_only=True):
     """Why a machine is sick."""
 
     rule: str
-    """Which found it; empty: a person wrote the note."""
+    """The rule that found it; empty: a person wrote the note."""
     reason: str
-    """What it found, for people."""
+    """What the rule found, for people."""
     boot: str
-    """The kernel's id of the boot in which it was found; empty: not known, so no boot ends it."""
+    """The kernel's id of the boot in which it was found; empty: not known, so that a boot does not end the note."""
     at: str
-    """When, as Kubernetes writes moments."""
+    """When it was found, a Kubernetes timestamp."""
 
 
 def calls_sick(finding: Finding) -> bool:
-    """Whether no job is to run on a machine of which this was found."""
+    """Whether no job should run on a machine with this finding."""
     return (
         finding.condition is Condition.FAULTY
         and finding.severity in (Severity.ERROR, Severity.FATAL)
@@ -288,21 +289,21 @@ def calls_sick(finding: Finding) -> bool:
 
 
 def health_note_of(finding: Finding, boot: str, now_s: float) -> HealthNote:
-    """What is written of it. boot: the kernel's id of this boot; now_s: UTC."""
+    """The note for a finding. boot: the kernel's id of this boot; now_s: UTC."""
     about = f"{finding.subject}: " if finding.subject else ""
     reason = f"{about}{finding.evidence}"[:NOTE_CHARS]
     return HealthNote(rule=finding.rule, reason=reason, boot=boot, at=timestamp(now_s))
 
 
 def health_note_on(node: Mapping[str, Any]) -> HealthNote | None:
-    """As the Node has it."""
+    """The health note on a Node; None: there is none."""
     text = node["metadata"].get("annotations", {}).get(NOTE_WATCH)
     if text is None:
         return None
     try:
         return decode(_health_notes.decode, text, NOTE_WATCH)
     except Damaged:
-        # A person's own words. Who wrote them removes them.
+        # Text that a person wrote, who also has to remove it.
         return HealthNote(rule="", reason=text[:NOTE_CHARS], boot="", at="")
 
 
@@ -310,36 +311,36 @@ _health_notes = msgspec.json.Decoder(HealthNote)
 
 
 def note_is_over(note: HealthNote, boot: str) -> bool:
-    """Whether the machine has booted since. boot: of now; empty: not known."""
+    """Whether the machine has booted since. boot: the id of its current boot; empty: not known."""
     return bool(note.boot and boot) and note.boot != boot
 
 
 def note_patches(
     node: Mapping[str, Any], found: HealthNote | None, boot: str, now_s: float
 ) -> Iterator[tuple[str, Object]]:
-    """What brings annotation and condition there: a subresource (empty: the Node itself) and a patch of it.
+    """The patches that update the annotation and the condition, each with its subresource (empty: the Node itself).
 
     Args:
-        found: what is to be written, if nothing is yet.
+        found: the note to write, if the Node has none yet.
         boot: the kernel's id of this boot.
         now_s: UTC.
     """
     there = health_note_on(node)
     wanted = found if there is None or note_is_over(there, boot) else there
-    # With the uid: a cloud gives a name again, and what was found on one machine says nothing of the next.
+    # With the uid, because clouds reuse names, and a finding on one machine says nothing about the next.
     metadata = {key: node["metadata"][key] for key in ("uid",) if key in node["metadata"]}
     if wanted != there:
         text = None if wanted is None else msgspec.json.encode(wanted).decode()
         yield "", {"metadata": {**metadata, "annotations": {NOTE_WATCH: text}}}
-    if (said := _note_condition(node, wanted, now_s)) is not None:
-        yield "/status", {"metadata": metadata, "status": {"conditions": [said]}}
+    if (condition := _note_condition(node, wanted, now_s)) is not None:
+        yield "/status", {"metadata": metadata, "status": {"conditions": [condition]}}
 
 
 def _note_condition(node: Mapping[str, Any], note: HealthNote | None, now_s: float) -> Object | None:
-    """As it is to be; None: it is."""
+    """The condition as it should be; None: it is so already."""
     conditions = node.get("status", {}).get("conditions", ())
     there: Object = next((one for one in conditions if one["type"] == HEALTH_CONDITION), {})
-    # A machine that was never sick has none: of a thousand that are well nothing is written.
+    # A machine that was never sick gets no condition, so nothing is written for a thousand healthy machines.
     if note is None and there.get("status") in (None, "False"):
         return None
     wanted = (
@@ -355,6 +356,6 @@ def _note_condition(node: Mapping[str, Any], note: HealthNote | None, now_s: flo
 
 
 def _camel_case(rule: str) -> str:
-    """`xid-79` as a reason has to be: `Xid79`."""
-    words = "".join(word[0].upper() + word[1:] for word in re.split(r"[-_.]+", rule) if word)
-    return f"Rule{words}" if words[:1].isdigit() else words
+    """A rule's name in the form of a condition's reason: `xid-79` as `Xid79`."""
+    name = "".join(part[0].upper() + part[1:] for part in re.split(r"[-_.]+", rule) if part)
+    return f"Rule{name}" if name[:1].isdigit() else name

@@ -1,5 +1,7 @@
-"""A job's pod as it is seen. What is missing in the object is unknown, and a pod that is not ours is None: it counts by its owner's uid,
-never by its labels, which anybody can write.
+"""Reads a job's pods.
+
+A pod belongs to the job by the uid of its owner, never by its labels, which anybody can write. Fields that are missing in the
+object are unknown.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from holdfast.protocol.leadership import EXIT_HANDED_OVER
 from holdfast.protocol.wire.decoding import decode
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
-"""Reasons of a waiting container that are no trouble."""
+"""Reasons of a waiting container that are normal during a start."""
 KNOWN_GATES = {
     "kueue.x-k8s.io/admission": ": Kueue's pod integration takes it for a pod of its own. Give the job a queue and name "
     "HoldfastJob.v1alpha1.holdfast.dev in integrations.externalFrameworks of Kueue's configuration, or leave the namespace "
     "out of managedJobsNamespaceSelector there",
 }
-"""What is to be done about a scheduling gate that somebody else has set."""
+"""Scheduling gates of other programs, with what to do about them."""
 BACK_OFF_S = 600.0
-"""A container that ends so soon after it was started again waits: the kubelet forgets after twice its longest delay, 5 min."""
+"""Seconds: a container that ends within this time after a restart has to wait. The kubelet resets its back-off after twice the
+longest delay, which is 5 min."""
 MESSAGE_CHARS = 300
 LAST_WORDS_CHARS = 200
 
@@ -52,12 +55,12 @@ class TerminationMessage(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """For people."""
     cause: str = ""
-    """Why it was stopped, a `NoticeCause`. A later version may have more of them. Empty: it was not stopped, or an older
-    coordinator says it."""
+    """Why it was stopped: a `NoticeCause`, of which a later version may have more. Empty: it was not stopped, or the coordinator
+    is of an earlier version."""
     step: int | None = None
-    """Of the last commit; None: it does not say, as coordinators of earlier versions."""
+    """The last committed step; None: not known, as from coordinators of earlier versions."""
     checkpoint: str | None = None
-    """The newest durable one, as in `CoordinatorReport`."""
+    """The newest durable checkpoint, as in `CoordinatorReport`."""
 
 
 class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,63 +69,64 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     uid: str
     coordinator: bool
-    """Else it is a node."""
+    """Whether it is a coordinator's pod; if not, it is a node's."""
     number: int
-    """Of the node, or of the coordinator's term."""
+    """The node's number, or the coordinator's term."""
     run: int
     phase: PodPhase = "Pending"
     end: str = ""
-    """Why it has ended, in Kubernetes' words; empty: it says nothing."""
+    """Why it failed, in Kubernetes' words; empty: Kubernetes gives no reason, or it has not failed."""
     deleting: bool = False
-    """It has a deletion time. That cannot be taken back."""
+    """Whether it has a deletion time, which cannot be revoked."""
     machine: str | None = None
-    """None: it is not bound yet."""
+    """The machine that it is bound to; None: none yet."""
     ready: bool = False
     waits: str | None = None
-    """Why it does not start, in the words of the scheduler or the kubelet."""
+    """Why it does not start, in the words of the scheduler or the kubelet; None: it does not wait."""
     unschedulable: bool = False
     termination_message: TerminationMessage | None = None
-    """Of a coordinator that has ended."""
+    """The message of a coordinator that has ended."""
     address: str | None = None
     version: int = 0
-    """Of the object when it was so."""
+    """The object's version."""
     workload: str = ""
-    """Whose quota it uses; empty: the job is in no queue."""
+    """Name of the Workload whose quota it uses; empty: the job is in no queue."""
     avoids: frozenset[str] = frozenset()
-    """Machines on which it may not run: they were lost or bad when it was made."""
+    """Machines on which it must not run, because they were lost or bad when it was created."""
     gated: bool = False
-    """It waits until Kueue chooses its machine."""
+    """Whether it waits until Kueue chooses its machine."""
     chosen: str = ""
-    """The machine that Kueue has chosen for it; empty: it has not, or does not choose."""
+    """The machine that Kueue has chosen for it; empty: none, or Kueue does not choose machines."""
     unsure: bool = False
-    """The watch has lost it, and nobody had deleted it: somebody may have taken away the label that it is watched by."""
+    """Whether the watch no longer shows it although it was not being deleted: somebody may have removed the label that it is
+    watched by."""
     mislabelled: bool = False
-    """It lacks labels that are ours."""
+    """Whether it lacks labels that the operator gave it."""
     waits_for_place: bool = False
-    """Its agent wants to know where its machine stands, and was not told yet."""
+    """Whether its agent waits for its machine's place, which has not been annotated yet."""
     restarts: int = 0
-    """How often the kubelet has started its container anew, in its place."""
+    """How often the kubelet has restarted its container."""
     backs_off: bool = False
-    """Its container has ended, and the kubelet waits before it starts it again."""
+    """Whether its container has ended and the kubelet waits before it restarts it."""
     crash: str | None = None
-    """How its container ended the last time; None: it never ended, or did so in order."""
+    """How its container last ended; None: it never ended, or did so in order."""
     out_of_memory_s: float | None = None
-    """When the kernel last killed all that ran in its container, which may run again since: seconds since 1970, whole ones, by
-    the clock of its machine; None: it did not."""
+    """When the kernel last killed its whole container for memory, in whole seconds since 1970 by its machine's clock; None:
+    never. The container may have been restarted since."""
 
     @property
     def ended(self) -> bool:
-        """Its processes are over."""
+        """Whether its processes have ended."""
         return self.phase in ("Succeeded", "Failed")
 
     @property
     def how_ended(self) -> str:
-        """For people."""
+        """Its phase, and the reason if there is one, for people."""
         return f"{self.phase}, {self.end}" if self.end else self.phase
 
     @property
     def stays(self) -> bool:
-        """It is there, or will be, and nobody has asked for its end."""
+        """Whether it has not ended and is not being deleted. It may still have to start."""
         return not self.ended and not self.deleting
 
 
@@ -130,7 +134,7 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
-    """A pod of the job of this uid; None: it is somebody else's."""
+    """A pod of the job with this uid; None: it does not belong to that job."""
     metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     if not any(
         one.get("uid") == uid and one.get("controller") for one in metadata.get("ownerReferences", ())
@@ -151,7 +155,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         uid=metadata["uid"],
         coordinator=term is not None,
         number=term if term is not None else number if number is not None else 0,
-        # Somebody who takes a label away does not make a pod one of another run.
+        # 0 if the label is missing: a removed label must not make it a pod of another run.
         run=int(run) if run.isdecimal() else 0,
         phase=_phase(status.get("phase")),
         end=_end(status),
@@ -195,9 +199,10 @@ def _phase(phase: Any) -> PodPhase:
 
 
 def _end(status: Object) -> str:
-    """A kubelet that evicts a pod says why: its disk is full, or the pod has used more than its limit."""
-    words = [str(status[key]).strip() for key in ("reason", "message") if status.get(key)]
-    return ": ".join(words)[:MESSAGE_CHARS] if status.get("phase") == "Failed" else ""
+    """Why a pod failed: a kubelet that evicts it reports, for example, that the disk is full or that the pod exceeded its
+    limit."""
+    parts = [str(status[key]).strip() for key in ("reason", "message") if status.get(key)]
+    return ": ".join(parts)[:MESSAGE_CHARS] if status.get("phase") == "Failed" else ""
 
 
 def _gates(spec: Object) -> list[str]:
@@ -205,7 +210,7 @@ def _gates(spec: Object) -> list[str]:
 
 
 def _held(spec: Object) -> str | None:
-    """By a scheduling gate, which keeps the scheduler from looking at a pod."""
+    """Why the pod is held back by a scheduling gate, with which the scheduler ignores it; None: it has none."""
     for name in _gates(spec):
         if name == GATE_TOPOLOGY:  # ours
             return "it waits until Kueue chooses its machine"
@@ -214,7 +219,7 @@ def _held(spec: Object) -> str | None:
 
 
 def _chosen(labels: Object, spec: Object) -> str:
-    # With the gate Kueue takes away it adds a selector. One of the template's own is nobody's choice.
+    # Kueue adds a node selector when it removes the gate. Without the label the selector is the template's.
     return str(spec.get("nodeSelector", {}).get(LABEL_HOST, "")) if LABEL_POD_SET in labels else ""
 
 
@@ -223,7 +228,7 @@ def _waits(containers: Any) -> str | None:
         waiting = one.get("state", {}).get("waiting")
         if waiting is None or waiting.get("reason") in STARTING:
             continue
-        # The kubelet's own message of a crash names a time and its numbers of the pod, and not the reason.
+        # The kubelet's own message about a crash has a delay and the pod's ids, but no reason.
         crash = _crash(one.get("lastState", {}))
         if crash is not None and _backs_off(one):
             return f"its container ended {one.get('restartCount', 0) + 1} times, the last time with {crash}"
@@ -236,8 +241,8 @@ def _backs_off(container: Object) -> bool:
     state = container.get("state", {})
     if (state.get("waiting") or {}).get("reason") == "CrashLoopBackOff":
         return True
-    # A kubelet writes that reason when it looks at the pod the next time, which may be just when it starts the container again.
-    # Until then the container is over, and by the kubelet's own rule it waits.
+    # A kubelet reports that reason when it next looks at the pod, which may be only when it restarts the container. Until then
+    # the container's state is terminated, and whether the kubelet waits follows from its own rule.
     ended = state.get("terminated") or {}
     started_s, ended_s = from_timestamp(ended.get("startedAt")), from_timestamp(ended.get("finishedAt"))
     return (
@@ -249,8 +254,8 @@ def _backs_off(container: Object) -> bool:
 
 
 def _ends(containers: Any, name: str) -> tuple[int, str | None, bool]:
-    """Of the container that is ours: how often it was started anew, how it ended the last time, if not in order, and whether the
-    kubelet waits before it starts it again."""
+    """How often a container was restarted, how it last ended (None: never, or in order), and whether the kubelet waits before it
+    restarts it. name: the container's."""
     for one in containers:
         if one.get("name") == name:
             crash = _crash(one.get("state", {})) or _crash(one.get("lastState", {}))
@@ -262,16 +267,16 @@ def _crash(state: Object) -> str | None:
     ended = state.get("terminated")
     if ended is None or ended.get("exitCode") in (0, EXIT_HANDED_OVER):
         return None
-    told = f"exit code {ended.get('exitCode')}"
+    message = f"exit code {ended.get('exitCode')}"
     if ended.get("reason") not in (None, "Error"):
-        told += f" ({ended['reason']})"
-    # A program's last line says why; container runtimes write one long line, whose end says it.
+        message += f" ({ended['reason']})"
+    # The reason is in the last line of a program, or at the end of the one long line of a container runtime.
     lines = str(ended.get("message") or "").strip().splitlines()
-    return f"{told}: {lines[-1].strip()[-LAST_WORDS_CHARS:]}" if lines else told
+    return f"{message}: {lines[-1].strip()[-LAST_WORDS_CHARS:]}" if lines else message
 
 
 def _out_of_memory_s(containers: Any) -> float | None:
-    """Of the agent's container: its `state` while it is over, its `lastState` when it runs again."""
+    """When the agent's container was last killed for memory: in its `state` until it is restarted, then in its `lastState`."""
     for one in containers:
         for when in ("state", "lastState"):
             ended = one.get(when, {}).get("terminated") or {}
@@ -284,7 +289,7 @@ _termination_messages = msgspec.json.Decoder(TerminationMessage)
 
 
 def _termination_message(phase: Any, containers: Any) -> TerminationMessage | None:
-    # Only of a pod that is over: a container that ends with a handing over is started again in its place.
+    # Only of a pod that has ended: a container that ends because of a handover is restarted in the same pod.
     if phase != "Succeeded":
         return None
     for one in containers:

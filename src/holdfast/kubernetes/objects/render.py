@@ -1,8 +1,8 @@
-"""What is made of a job: its objects, as the API server gets them, and the specification for its processes. Pure: a job and a number
-make an object, always the same one.
+"""Renders a job's Kubernetes objects, and the specification for its processes. Pure: the same job and number always give the same
+object.
 
-Every object belongs to the job by its uid, so a job of the same name that comes later finds none of them its own, and the
-garbage collector removes them with it. Pods have no credentials for the API server: only the operator does.
+Every object is owned by the job's uid, so that a later job of the same name does not take it for its own, and the garbage
+collector removes it with the job. Pods have no credentials for the API server: only the operator has.
 """
 
 from __future__ import annotations
@@ -55,44 +55,44 @@ from holdfast.protocol.wire.decoding import decode
 Object = dict[str, Any]
 
 USER_ID = 1000
-"""Of agents, where the template names no other: Pod Security's *restricted* wants one that is not root."""
+"""User of agents, if the template names no other: Pod Security's *restricted* requires one that is not root."""
 COORDINATOR_USER_ID = 65532
 COORDINATOR_GRACE_S = 15
 LEAVE_S = 5
-"""An agent has left so many seconds before Kubernetes would kill it."""
+"""Seconds before the end of its pod's grace period by which an agent must have left."""
 
 
 SHARED_MEMORY = "/dev/shm"
 
 
 class PodSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator adds to every job of the cluster."""
+    """Configuration that the operator applies to the pods of every job."""
 
     namespace: str = "holdfast-system"
-    """The operator's own."""
+    """The operator's namespace."""
     coordinator_image: str = ""
-    """Empty: the image of the job's workers, which has Holdfast too."""
+    """Empty: the image of the job's workers, which contains Holdfast too."""
     coordinator_priority_class: str = ""
     python: str = "python3"
-    """Of both images."""
+    """The Python interpreter in both images."""
 
 
 DEFAULT = PodSetting()
 
 
 def labels(job: HoldfastJob, role: str = "") -> dict[str, str]:
-    """Of every object of the job; role: of a pod."""
+    """The labels of every object of the job. role: of a pod; empty: the object is none."""
     return names.labels(job.id.name, role)
 
 
 def pod_labels(job: str, pod: PodSeen, run: int) -> dict[str, str]:
-    """Those that are ours of a pod that is there. run: the current one; pods of another run are gone before it begins."""
+    """The operator's labels of an existing pod. run: the current one, since pods of another run are gone before it begins."""
     role = COORDINATOR_ROLE if pod.coordinator else NODE_ROLE
     return names.labels(job, role, pod.number if pod.coordinator else None) | {LABEL_RUN: str(run)}
 
 
 def owner(job: HoldfastJob) -> Object:
-    """Ties an object's life to the job's."""
+    """The owner reference that has an object deleted together with the job."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -104,13 +104,13 @@ def owner(job: HoldfastJob) -> Object:
 
 
 def spec_hash(job: HoldfastJob) -> str:
-    """Of what cannot change while pods run."""
+    """A hash of the job's spec."""
     return hashlib.sha256(msgspec.json.encode(job.spec, order="deterministic")).hexdigest()[:16]
 
 
 def _metadata(job: HoldfastJob, name: str, role: str = "", **more: dict[str, str]) -> Object:
-    # The job's own labels last, so a template cannot change them: pods are found by them, and a network
-    # policy lets in by them.
+    # The operator's labels take precedence over the template's, because pods are watched by them and the network policy
+    # depends on them.
     marks = more.get("labels", {}) | labels(job, role)
     notes = {"annotations": more["annotations"]} if more.get("annotations") else {}
     return {
@@ -133,14 +133,20 @@ def agent_pod(
     setting: PodSetting = DEFAULT,
     waits_for_place: bool = False,
 ) -> Object:
-    """One node. avoid: machines that are bad for this job. waits_for_place: machines have places, and the operator will note
-    that of this pod's."""
+    """The pod of one node.
+
+    Args:
+        avoid: machines that it must not run on.
+        waits_for_place: whether machines have places, so that the operator will annotate that of the pod's machine.
+    """
     spec = job.spec
     pod = copy.deepcopy(spec.template.spec)
-    pod["restartPolicy"] = "OnFailure"  # an agent that crashed returns in its place, and adopts the snapshots
+    pod["restartPolicy"] = (
+        "OnFailure"  # an agent that crashed is restarted in its pod, and takes over the snapshots
+    )
     pod["terminationGracePeriodSeconds"] = spec.disruption.grace_seconds
-    # User code that asks for credentials of the site's (IRSA, workload identity) names a service account; these come
-    # through volumes of their own. The API server's token would let a worker read other jobs' Secrets.
+    # User code that needs a site's credentials (IRSA, workload identity) names a service account, whose credentials are in
+    # volumes of their own. With the API server's token a worker could read other jobs' Secrets.
     pod["automountServiceAccountToken"] = False
     pod["enableServiceLinks"] = False
     pod["hostname"] = names.node_name(job.id.name, number)
@@ -154,7 +160,7 @@ def agent_pod(
         "command": [setting.python, *_MODULE, "holdfast.kubernetes.pods.node"],
         "env": [*worker.get("env", ()), *_agent_environment(job, worker)],
         "ports": [*worker.get("ports", ()), {"name": "holdfast", "containerPort": AGENT_PORT}],
-        # It joined. There is no liveness probe: a kubelet that restarts a node which is only slow does harm.
+        # Ready means that it has joined. There is no liveness probe, because restarting a node that is only slow does harm.
         "readinessProbe": {"tcpSocket": {"port": "holdfast"}, "periodSeconds": 5, "failureThreshold": 3},
         "securityContext": _container_security() | worker.get("securityContext", {}),
         **_LAST_WORDS,
@@ -182,7 +188,7 @@ def agent_pod(
 def coordinator_pod(
     job: HoldfastJob, term: int, run: int = 1, setting: PodSetting = DEFAULT, avoid: Collection[str] = ()
 ) -> Object:
-    """The coordinator of a term. avoid: machines that are better not used."""
+    """The pod of a term's coordinator. avoid: machines that it should not run on if there is another."""
     template, policy = job.spec.template.spec, job.spec.coordinator
     worker = next(one for one in template["containers"] if one["name"] == WORKER)
     image = policy.image or setting.coordinator_image or worker["image"]
@@ -214,16 +220,16 @@ def coordinator_pod(
     if "imagePullPolicy" in worker and image == worker["image"]:
         container["imagePullPolicy"] = worker["imagePullPolicy"]
     priority = policy.priority_class_name or setting.coordinator_priority_class
-    # Only volumes that the coordinator mounts: a claim that one machine can mount at a time would keep it
-    # from the machine where it should run.
+    # Only volumes that the coordinator mounts: a claim that only one machine can mount at a time would keep it from other
+    # machines.
     taken = {one["name"] for one in container["volumeMounts"]}
     pod: Object = {
-        "restartPolicy": "OnFailure",  # exit code 75, a handing over, is followed by another in its place
+        "restartPolicy": "OnFailure",  # after exit code 75, a handover, it is restarted in its pod
         "terminationGracePeriodSeconds": COORDINATOR_GRACE_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": _pod_security(COORDINATOR_USER_ID) | _owner_of_folders(job, template, worker),
-        # Where all machines are tainted, a coordinator without the template's tolerations could never start.
+        # If all machines are tainted, a coordinator without the template's tolerations could never start.
         "tolerations": [*copy.deepcopy(policy.tolerations or template.get("tolerations", ())), *_FOR_EVER],
         "containers": [container],
         "volumes": [
@@ -233,8 +239,8 @@ def coordinator_pod(
             *(copy.deepcopy(one) for one in template.get("volumes", ()) if one["name"] in taken),
         ],
     }
-    # Those of the template that decide where a pod may be and whether its image can be had. A node selector is for
-    # the machines with the GPUs, of which a coordinator needs none.
+    # The fields of the template that its image and runtime need. Not the node selector, which is for machines with GPUs: a
+    # coordinator needs none.
     pod |= {key: template[key] for key in ("imagePullSecrets", "runtimeClassName") if key in template}
     pod |= {"priorityClassName": priority} if priority else {}
     if policy.image_pull_secrets:
@@ -244,7 +250,7 @@ def coordinator_pod(
     if policy.affinity:
         pod["affinity"] = copy.deepcopy(policy.affinity)
     if avoid:
-        # Where its predecessor was lost it may be lost again. But it may be the only machine that there is.
+        # Where its predecessor was lost it may be lost again. Only a preference, because there may be no other machine.
         elsewhere = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(avoid)}
         preferred = {"weight": 100, "preference": {"matchExpressions": [elsewhere]}}
         machines = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
@@ -263,8 +269,8 @@ _COORDINATOR_RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limit
 
 
 def _owner_of_folders(job: HoldfastJob, template: Object, worker: Object) -> Object:
-    """As whom a coordinator runs that looks for checkpoints in folders: the nodes' user, for whom alone they are readable. Another
-    user could not list them, and the next run of the job would fail."""
+    """The security context of a coordinator that looks for checkpoints in folders: that of the nodes, since the folders are
+    readable only for their user. Otherwise it could not list them, and the next run of the job would fail."""
     if not _mounts_of_folders(job, worker):
         return {}
     pod = _pod_security(USER_ID) | template.get("securityContext", {})
@@ -276,18 +282,18 @@ _IDENTITY = (
     *("runAsNonRoot", "runAsUser", "runAsGroup", "seLinuxOptions"),
     *("fsGroup", "fsGroupChangePolicy", "supplementalGroups"),
 )
-"""By which a file system knows a pod."""
+"""Fields of a security context on which access to a file system depends."""
 _MODULE = ("-P", "-m")
 """-P: a file in the working folder, which may be the user's code, must not take a library's place."""
 _LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}
-"""Why a container cannot work is in the pod's status, where people and the operator look."""
+"""Puts the reason why a container failed into the pod's status, for people and for the operator."""
 
 _FOR_EVER = (
     {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute"},
     {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"},
 )
-"""Kubernetes does not evict: the coordinator decides within seconds whether a node is lost. A node whose kubelet alone is
-away trains on, and a deletion could not be taken back."""
+"""Tolerations that keep Kubernetes from evicting pods. The coordinator decides within seconds whether a node is lost. If only the
+kubelet is unreachable the node continues to train, and a deletion could not be revoked."""
 
 _NOT_BY_AUTOSCALERS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -326,14 +332,14 @@ def _pod_environment(job: HoldfastJob) -> list[Object]:
 def _agent_environment(job: HoldfastJob, worker: Object) -> list[Object]:
     given = {one["name"] for one in worker.get("env", ())}
     where = f"{names.service_name(job.id.name)}.{job.id.namespace}.svc:{COORDINATOR_PORT}"
-    # Shorter than Kubernetes' own: an agent that is killed while it hands its snapshots over loses those that
-    # are still on their way.
+    # Shorter than the pod's grace period: an agent that is killed while it hands over its snapshots loses those that have not
+    # arrived yet.
     grace_s = job.spec.disruption.grace_seconds - LEAVE_S
     return [
         *_pod_environment(job),
         {"name": names.COORDINATOR_VARIABLE, "value": where},
         {"name": names.GRACE_VARIABLE, "value": str(grace_s)},
-        # The image's own is on a file system that cannot be written.
+        # The image's home directory is on a read-only file system.
         *([] if "HOME" in given else [{"name": "HOME", "value": "/tmp"}]),
     ]
 
@@ -345,16 +351,16 @@ def _config_volume(job: HoldfastJob, waits_for_place: bool = False) -> Object:
         {"configMap": {"name": name, "items": [{"key": SPEC_FILE, "path": SPEC_FILE}]}},
     ]
     if waits_for_place:
-        # A file and no variable: a variable is read when the container starts, and the note may come a moment later.
+        # A file instead of a variable: variables are read when the container starts, and the annotation may come later.
         field = {"fieldPath": f"metadata.annotations['{names.NOTE_PLACE}']"}
         sources.append({"downwardAPI": {"items": [{"path": names.PLACE_FILE, "fieldRef": field}]}})
-    # The group's alone: fsGroup makes it the pod's.
+    # Readable by the group, which fsGroup makes the pod's.
     return {"name": "holdfast-config", "projected": {"defaultMode": 0o440, "sources": sources}}
 
 
 def _agent_volumes(job: HoldfastJob, memory_limit: float | None, waits_for_place: bool) -> list[Object]:
-    # tmpfs counts against the container's memory limit. With the limit as its size, `statvfs` there tells a process
-    # what the container has, and not the machine.
+    # tmpfs counts towards the container's memory limit. With the limit as its size, `statvfs` gives a process the container's
+    # memory and not the machine's.
     size = {} if memory_limit is None else {"sizeLimit": str(int(memory_limit))}
     code = job.spec.run.code
     return [
@@ -381,7 +387,7 @@ def _agent_mounts(job: HoldfastJob) -> list[Object]:
 
 
 def _mounts_of_folders(job: HoldfastJob, worker: Object) -> list[Object]:
-    """The volumes that have checkpoints: the coordinator looks there for what to go on from."""
+    """The mounts of volumes with checkpoints, in which the coordinator looks for one to resume from."""
     folders = [tier.url.removeprefix("file://") for tier in job.spec.checkpoints]
     return [
         copy.deepcopy(mount)
@@ -410,7 +416,7 @@ def _affinity(job: HoldfastJob, given: Object, avoid: list[str]) -> Object:
     if avoid:
         required = affinity.setdefault("nodeAffinity", {}).setdefault(_REQUIRED, {})
         terms = required.setdefault("nodeSelectorTerms", [{}])
-        # The terms are alternatives: a machine that is to be avoided must fit none of them.
+        # The terms are alternatives, so each of them must exclude the machines to avoid.
         for term in terms:
             term.setdefault("matchExpressions", []).append(
                 {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": avoid}
@@ -421,11 +427,11 @@ def _affinity(job: HoldfastJob, given: Object, avoid: list[str]) -> Object:
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
-# ------------------------------------------------------------ what stands beside the pods
+# ------------------------------------------------------------ objects beside the pods
 
 
 def config_map(job: HoldfastJob) -> Object:
-    """The job's specification, as its processes read it."""
+    """The ConfigMap with the job's specification for its processes."""
     text = msgspec.json.encode(job_spec(job)).decode()
     return {
         "apiVersion": "v1",
@@ -436,20 +442,20 @@ def config_map(job: HoldfastJob) -> Object:
 
 
 def secret(job: HoldfastJob, token: str) -> Object:
-    """The job's token. Whoever may read this object may use the job."""
+    """The Secret with the job's token. The right to read it is the right to control the job."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": _metadata(job, names.config_name(job.id.name)),
         "type": "Opaque",
-        # It is made once: a token that changed would turn away every process that runs.
+        # With another token, every running process would be rejected.
         "immutable": True,
         "data": {TOKEN_FILE: base64.b64encode(token.encode()).decode()},
     }
 
 
 def token_in(made: Object, error: type[Exception]) -> str:
-    """What `secret` has put there. Raises `error`: it is damaged."""
+    """The token in the job's Secret. Raises `error` if the Secret is damaged."""
     return decode(_token, made, "the job's Secret is damaged", error=error)
 
 
@@ -459,14 +465,14 @@ def _token(made: Object) -> str:
 
 
 def service(job: HoldfastJob, term: int) -> Object:
-    """The name by which agents find the coordinator of the newest term."""
+    """The Service by whose name agents find the coordinator of the newest term."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(job, names.service_name(job.id.name)),
         "spec": {
             "clusterIP": "None",
-            # An agent has to reach a coordinator that is not ready yet: it becomes ready by being reached.
+            # Agents have to reach a coordinator before Kubernetes counts it as ready.
             "publishNotReadyAddresses": True,
             "selector": {LABEL_JOB: job.id.name, LABEL_ROLE: COORDINATOR_ROLE, LABEL_TERM: str(term)},
             "ports": [{"name": "control", "port": COORDINATOR_PORT}],
@@ -475,11 +481,12 @@ def service(job: HoldfastJob, term: int) -> Object:
 
 
 def budget(job: HoldfastJob) -> Object | None:
-    """What may be evicted at once; None: anything."""
+    """The PodDisruptionBudget, which limits how many nodes may be evicted at once; None: no limit."""
     allowed = {"Spares": 0, "One": 1}.get(job.spec.disruption.max_unavailable)
     if allowed is None:
         return None
-    # Kubernetes counts healthy pods against `spec.nodes`, by the scale subresource. So 0 lets spares go, and no more.
+    # Kubernetes compares the number of healthy pods with `spec.nodes`, by the scale subresource. So 0 allows spares to be
+    # evicted, and no more.
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -492,7 +499,7 @@ def budget(job: HoldfastJob) -> Object | None:
 
 
 def group(job: HoldfastJob) -> Object:
-    """Has its scheduler bind the nodes that the job needs together, or none."""
+    """The PodGroup, with which the scheduler binds either all of the nodes that the job needs or none."""
     gang = job.spec.scheduling.gang
     assert gang is not None, "a PodGroup is for a job that asks for one"
     return {
@@ -504,7 +511,8 @@ def group(job: HoldfastJob) -> Object:
 
 
 def network_policy(job: HoldfastJob, setting: PodSetting = DEFAULT) -> Object:
-    """Only the job's pods and the operator reach the job's pods. It stands beside the proof of the token, not instead."""
+    """The NetworkPolicy that allows only the job's pods and the operator to reach the job's pods. It complements the
+    authentication by the token, and does not replace it."""
     own = {"podSelector": {"matchLabels": {LABEL_JOB: job.id.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": setting.namespace}},
@@ -558,10 +566,10 @@ def job_spec(job: HoldfastJob) -> JobSpec:
     )
 
 
-# ------------------------------------------------------------ gang scheduling: a PodGroup has a scheduler bind as many nodes as the job needs to train, or none
-# Three schedulers know an object of this name, each in an API of its own: Volcano, KAI, and Kubernetes' own since 1.37. The group
-# has the pods of nodes alone. A coordinator takes no machine from anybody, and its successor must not wait for a group that has
-# lost a node.
+# ------------------------------------------------------------ gang scheduling: a scheduler binds all nodes of a PodGroup or none
+# Three schedulers have objects of this name, each in an API of its own: Volcano, KAI, and Kubernetes' own since 1.37. The group
+# includes only the pods of nodes. A coordinator needs no machine for itself, and its replacement must not wait for a group that
+# has lost a node.
 
 GROUP_VERSIONS: dict[str, str] = {
     "KAI": "scheduling.run.ai/v2alpha2",
@@ -573,42 +581,42 @@ GROUP_NEEDS = {
     "PodGroup": "Kubernetes 1.37 whose API server and scheduler have the feature gate GenericWorkload and serve this API",
     "Volcano": "Volcano, installed",
 }
-"""What has to be there for the API to be served."""
+"""What a cluster needs in order to serve the API."""
 GANGS_WITH_QUEUES = ("KAI", "Volcano")
 
 
 def group_path(api_version: str, namespace: str, name: str) -> str:
-    """Of a PodGroup at the API server."""
+    """The path of a PodGroup at the API server."""
     return f"/apis/{api_version}/namespaces/{namespace}/podgroups/{name}"
 
 
 def group_spec(spec: HoldfastJobSpec, members: int) -> Object:
-    """The `spec` of a job's PodGroup. members: nodes of which all are bound, or none."""
+    """The `spec` of a job's PodGroup. members: number of nodes that are bound together or not at all."""
     priority = spec.template.spec.get("priorityClassName")
-    # The pods' own: a group without one has priority 0, whatever its pods have.
+    # That of the pods: a group without one has priority 0, whatever its pods have.
     made: Object = {"priorityClassName": priority} if priority else {}
     if spec.scheduling.queue is not None:
         made["queue"] = spec.scheduling.queue
     match spec.scheduling.gang:
         case "PodGroup":
-            # Single: preemption takes one pod at a time, and the job goes on without it.
+            # Single: preemption takes one pod at a time, and the job continues without it.
             return made | _group_size("PodGroup", members) | {"disruptionMode": {"single": {}}}
         case "KAI":
-            # Below its minimum for 60 s, KAI would evict every pod of a group. Whether a job can go on without a node, and
-            # for how long it waits for another one, is the coordinator's to say.
+            # By default KAI evicts all pods of a group that has been below its minimum for 60 s. But whether a job can continue
+            # without a node, and how long it waits for another one, is up to the coordinator.
             return made | _group_size("KAI", members) | {"stalenessGracePeriod": "-1s"}
         case _:
             return made | _group_size("Volcano", members)
 
 
 def resized_group(api_version: str, members: int) -> Object:
-    """The patch by which a group has another minimum."""
+    """The patch that changes a PodGroup's minimum."""
     gang = next(one for one, version in GROUP_VERSIONS.items() if version == api_version)
     return {"spec": _group_size(gang, members)}
 
 
 def group_members(made: Mapping[str, Any]) -> int | None:
-    """The minimum that a PodGroup has; None: none is written there."""
+    """A PodGroup's minimum; None: it has none."""
     spec = made.get("spec", {})
     found = spec.get("minMember", spec.get("schedulingPolicy", {}).get("gang", {}).get("minCount"))
     return None if found is None else int(found)
@@ -629,14 +637,14 @@ class GroupTies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ties_to_group(spec: HoldfastJobSpec, group: str) -> GroupTies:
-    """By each node's pod. group: the name of the PodGroup."""
+    """What each node's pod needs to be a member of its PodGroup. group: the PodGroup's name."""
     match spec.scheduling.gang:
         case "PodGroup":
             return GroupTies(spec={"schedulingGroup": {"podGroupName": group}})
         case "KAI":
             notes = {
                 "pod-group-name": group,
-                # KAI's own grouper would make another group of the job's pods.
+                # Otherwise KAI's own grouper would create another group for the job's pods.
                 "kai.scheduler/skip-podgrouper": "true",
             }
             queue = {"kai.scheduler/queue": spec.scheduling.queue or ""}

@@ -1,9 +1,12 @@
 """A HoldfastJob as users write it: `holdfast.dev/v1alpha1`.
 
-The types are the contract. `schema` makes of them what the API server checks, `check` looks at what a schema cannot say.
-Every field does what it says: what this version does not do is not declared, so the API server refuses it.
+The types are the contract. `schema` generates from them what the API server checks; `check` checks what a schema cannot express.
+Every declared field has an effect: what this version does not support is not declared, so that the API server refuses it.
 
-What has to hold between fields is a method of the type, marked by `rule`: called here, and translated to CEL for the API server.
+A constraint between fields is a method of the type, marked by `rule`: it is called here, and translated to CEL for the API
+server.
+
+The docstrings of the spec's fields are the descriptions in the CRD.
 """
 
 from __future__ import annotations
@@ -26,16 +29,15 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "HoldfastJob"
 PLURAL = "holdfastjobs"
 WORKER, COORDINATOR = "worker", "coordinator"
-"""Containers of a node's pod and of the coordinator's that are ours."""
-"""The container of the template that becomes the node; others run beside it."""
+"""Names of Holdfast's containers in the pods of a node and of the coordinator. A template may have others beside `worker`."""
 MOST_NODES = 10_000
 MAX_NAME = 40
-"""Characters of a job's name: pods are called NAME-n123, and a label has at most 63."""
+"""Longest name of a job, in characters: pods are called NAME-n123, and a label has at most 63."""
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
-"""Of Services, which are the strictest of what a job's name becomes a part of."""
+"""The pattern of Services' names, which is the strictest one for the names that contain a job's."""
 
 QUANTITY = "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
-"""Bytes, as Kubernetes writes them."""
+"""Bytes in Kubernetes' notation."""
 NAME_OF_OBJECT = Meta(min_length=1, max_length=253)
 
 
@@ -43,7 +45,7 @@ RULE_MARK = "__holdfast_rule__"
 
 
 def rule(field: str, accepted: str) -> Callable[[Callable[[Any], bool]], Callable[[Any], bool]]:
-    """Marks a method of a part of the object as something that has to hold. field: as in `Rule`."""
+    """Marks a method of a part of the object as a constraint. For `field` and `accepted` see `schema.FieldRule`."""
 
     def mark(method: Callable[[Any], bool]) -> Callable[[Any], bool]:
         setattr(method, RULE_MARK, (field, accepted))
@@ -53,7 +55,7 @@ def rule(field: str, accepted: str) -> Callable[[Callable[[Any], bool]], Callabl
 
 
 def exactly_one(found: Iterable[bool]) -> bool:
-    """CEL's `exists_one`."""
+    """Whether exactly one is true; CEL's `exists_one`."""
     return sum(found) == 1
 
 
@@ -65,7 +67,7 @@ class _Struct(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What all parts of the object are."""
+    """Base of all parts of the object."""
 
 
 class Code(_Struct, frozen=True, kw_only=True):
@@ -91,8 +93,8 @@ class RunSpec(_Struct, frozen=True, kw_only=True):
 class SnapshotsSpec(SnapshotOptions):
     """The training state in the nodes' memory."""
 
-    # The job's own is a number of bytes, or half of what is free. In an object sizes are in Kubernetes' notation, and what a
-    # container may have is known before it runs.
+    # In a job's specification this is a number of bytes, or half of the free memory. In an object sizes are in Kubernetes'
+    # notation, and a container's memory is known before it runs.
     memory: Annotated[str, Meta(pattern=QUANTITY)] | None = None
     """Of every node; absent: half of the container's limit."""
 
@@ -103,7 +105,7 @@ class JobPart(NamedTuple):
     left_out: tuple[str, ...] = ()
     """Fields that an object does not have."""
     bounds: dict[str, dict[str, Any]] = {}
-    """What the declaration leaves open: the API server limits what its rules may cost by the size of what they look at."""
+    """Bounds that only the object has. The API server estimates the cost of rules by the largest size of the fields they use."""
 
 
 JOB_PARTS: dict[type, JobPart] = {
@@ -117,8 +119,8 @@ JOB_PARTS: dict[type, JobPart] = {
         }
     ),
     HealthSpec: JobPart(
-        # Files of the machine on which somebody types (rules, history, hooks), what pods always do and a whole cluster's watch
-        # does better (watch), what is for few scripts (replay), and what no option gives.
+        # Left out are files of the user's own machine (rules, history, hooks), what pods always do and the cluster's own watch
+        # does better (watch), what few scripts need (replay), and what no option sets.
         left_out=("watch", "rules", "history", "hooks", "replay", "blast_window_s", "reboot_s"),
         bounds={
             "dry_run": {"maxItems": 64, "items": {"type": "string", "maxLength": 128}},
@@ -126,17 +128,17 @@ JOB_PARTS: dict[type, JobPart] = {
         },
     ),
 }
-"""Parts that the object and the job's specification share, so that names, units, defaults and bounds are declared once. What else
-an object has is Kubernetes' own, or stands in a job's specification in another form."""
+"""Parts that the object and the job's specification share, so that names, units, defaults and bounds are declared once. Other
+parts of an object are specific to Kubernetes, or have another form in a job's specification."""
 
 
 def job_part(cls: type) -> JobPart | None:
-    """Of a class or one that it extends; None: it is the object's own."""
+    """The `JobPart` of a class or one of its bases; None: it is not shared with the job's specification."""
     return next((JOB_PARTS[one] for one in cls.__mro__ if one in JOB_PARTS), None)
 
 
 def name_in_object(field: str) -> str:
-    """`detection_s` as `detectionSeconds`."""
+    """A field's name in the object: `detection_s` as `detectionSeconds`."""
     first, *rest = f"{field[:-2]}_seconds".split("_") if field.endswith("_s") else field.split("_")
     return first + "".join(part.capitalize() for part in rest)
 
@@ -186,7 +188,7 @@ class QueueTopology(_Struct, frozen=True, kw_only=True):
 
     @rule("", "either required or preferred")
     def names_one_level(self) -> bool:
-        """Both at once would be two wishes."""
+        """The two exclude each other."""
         return (self.required is None) != (self.preferred is None)
 
 
@@ -208,12 +210,12 @@ class Scheduling(_Struct, frozen=True, kw_only=True):
 
     @rule("queue", "none without gang KAI or Volcano")
     def queue_is_of_a_gang(self) -> bool:
-        """Kueue's is a label of the object."""
+        """Kueue's queue is a label of the object instead."""
         return self.queue is None or (self.gang is not None and self.gang != "PodGroup")
 
     @rule("queue", "KAI's queue")
     def kai_has_a_queue(self) -> bool:
-        """Without one it binds nothing."""
+        """KAI binds nothing without a queue."""
         return self.gang is None or self.gang != "KAI" or self.queue is not None
 
 
@@ -226,7 +228,7 @@ class TemplateMetadata(_Struct, frozen=True, kw_only=True):
 
 ValueOfLabel = Annotated[str, Meta(max_length=4096)]
 _AS_IN_A_POD: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-"""A part of a PodSpec, which the API server checks when the pod is made."""
+"""Schema of a part of a PodSpec, which the API server checks when the pod is created."""
 
 
 class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):
@@ -273,7 +275,7 @@ POD_SPEC = {
         }
     },
 }
-"""Not the whole of Kubernetes' schema: with it `kubectl apply` could not keep the CRD in its annotation."""
+"""Schema of a PodSpec. Not Kubernetes' whole schema, with which the CRD would not fit into the annotation of `kubectl apply`."""
 
 
 class PodTemplate(_Struct, frozen=True, kw_only=True):
@@ -285,7 +287,7 @@ class PodTemplate(_Struct, frozen=True, kw_only=True):
 
     @rule("spec.containers", "exactly one named worker")
     def has_a_worker(self) -> bool:
-        """It becomes the node."""
+        """The container that becomes the node."""
         return exactly_one(one["name"] == WORKER for one in self.spec["containers"])
 
 
@@ -329,37 +331,37 @@ class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
 
     @rule("minNodes", "at most nodes")
     def fewest_fit(self) -> bool:
-        """A job cannot go on with more than all."""
+        """The minimum is at most the full size."""
         return self.min_nodes is None or self.min_nodes <= self.nodes
 
     @rule("waitForSpare", "false, or 1 spare or more")
     def waits_for_something(self) -> bool:
-        """Without spares it would wait for ever."""
+        """Without spares the job would wait for ever."""
         return not self.wait_for_spare or self.spares > 0
 
     @rule("snapshots.copies", "fewer than nodes and spares together")
     def copies_fit(self) -> bool:
-        """Each is on another node. One node alone keeps none."""
+        """Each copy is on another node. A job of a single node has none."""
         return self.nodes + self.spares == 1 or self.snapshots.copies < self.nodes + self.spares
 
     @property
     def fewest(self) -> int:
-        """Nodes to train with at least."""
+        """Smallest number of nodes to train with."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
     @property
     def wanted(self) -> int:
-        """Nodes at full strength with their spares."""
+        """Number of nodes at full strength, spares included."""
         return self.nodes + self.spares
 
 
 class ObjectName(msgspec.Struct, frozen=True, kw_only=True):
-    """Which object, and which life of it."""
+    """Identifies an object."""
 
     namespace: str
     name: str
     uid: str
-    """Another one for every object, also for two of one name after each other."""
+    """Unique for every object, also if two have the same name one after the other."""
 
 
 class HoldfastJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,10 +370,10 @@ class HoldfastJob(msgspec.Struct, frozen=True, kw_only=True):
     id: ObjectName
     spec: HoldfastJobSpec
     queue: str = ""
-    """Kueue's LocalQueue; empty: the job waits for nobody's leave."""
+    """Kueue's LocalQueue; empty: the job is in no queue."""
 
 
-# ------------------------------------------------------------ figures that follow from the template
+# ------------------------------------------------------------ figures derived from the template
 
 _SUFFIXES = {
     "": 1.0,
@@ -383,7 +385,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:[.][0-9]*)?|[.][0-9]+)(?:([eE][+-]?[0-9]+)|([
 
 
 def quantity(value: object) -> float | None:
-    """The number; None: it is none, or none that Kubernetes takes."""
+    """A Kubernetes quantity as a number; None: it is not a valid one."""
     match = _QUANTITY.fullmatch(str(value))
     if match is None or (match[3] or "") not in _SUFFIXES:
         return None
@@ -398,7 +400,7 @@ def workers_of_node(spec: HoldfastJobSpec) -> int:
     given = str(spec.procs_per_node)
     if given.isdigit():
         return int(given)
-    # Not asked of the machine: the coordinator has to know it before there is a node, and all nodes are alike.
+    # From the template and not from a machine: the coordinator has to know it before there is a node, and all nodes are alike.
     cores = max(
         1, math.floor(quantity_of_limit(spec, "cpu") or quantity_of_limit(spec, "cpu", "requests") or 1)
     )
@@ -412,7 +414,7 @@ def worker_container(spec: HoldfastJobSpec) -> dict[str, Any] | None:
 
 
 def snapshot_bytes(spec: HoldfastJobSpec) -> int | None:
-    """Of every node; None: nothing was said, and the container has no limit."""
+    """Bytes for snapshots on every node; None: neither the job nor the container's limit specifies it."""
     if spec.snapshots.memory is not None:
         return int(quantity(spec.snapshots.memory) or 0)
     limit = quantity_of_limit(spec, "memory")
@@ -420,11 +422,11 @@ def snapshot_bytes(spec: HoldfastJobSpec) -> int | None:
 
 
 def quantity_of_limit(spec: HoldfastJobSpec, resource: str, kind: str = "limits") -> float | None:
-    """What the template's worker may have of a resource; None: nothing is said. kind: `limits` or `requests`."""
+    """The amount of a resource for the template's worker; None: not specified. kind: `limits` or `requests`."""
     container = worker_container(spec) or {}
     return quantity(((container.get("resources") or {}).get(kind) or {}).get(resource))
 
 
 def job_path(namespace: str, name: str) -> str:
-    """Of the job's object at the API server."""
+    """The path of a job's object at the API server."""
     return f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"

@@ -1,18 +1,18 @@
-"""The CustomResourceDefinition, made of the types of `resource` and `status`: their fields, and the rules between them.
+"""Generates the CustomResourceDefinition from the types of `resource` and `status`: their fields, and the rules between them.
 
-The API server wants a *structural* schema: no references, one type at each place, and unions of nothing but numbers and
-strings. What field docs say becomes the description, so `kubectl explain hj.spec` has the same words as the source. `crd.yaml`
-of this package is what comes out; a test compares the two.
+The API server requires a *structural* schema: no references, one type at each place, and no unions except of numbers and strings.
+The docstrings of fields become descriptions, so that `kubectl explain hj.spec` has the same text as the source. The result is
+`crd.yaml` of this package; a test compares the two.
 
-A rule is written once, as a method of the type, and read twice: `check` calls it, and for the API server its expression is translated
-to CEL, so that `kubectl apply` refuses what the operator would.
+A rule is written once, as a method of the type, and used twice: `check` calls it, and its expression is translated to CEL for the
+API server, so that `kubectl apply` refuses what the operator would refuse.
 
     @rule("min_nodes", "at most nodes")
     def fewest_fit(self) -> bool:
         return self.min_nodes is None or self.min_nodes <= self.nodes
 
 An expression may have comparisons, `and`, `or`, `not`, sums, `is None`, fields, constants of the module, and `exactly_one`. A
-field that may be None has to be asked for that before it is used: in CEL a field that is not there is an error.
+field that may be None must be compared with None before it is used, because using a missing field is an error in CEL.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ _OPERATORS: dict[type[ast.AST], str] = {
 
 
 class FieldRule(msgspec.Struct, frozen=True):
-    """One of them."""
+    """A rule between fields of a part of the object."""
 
     field: str
-    """The one to be corrected, by its path in the object as users write it; empty: the part as a whole."""
+    """Path within the part, as users write it, of the field to correct; empty: the part as a whole."""
     accepted: str
-    """What may stand there."""
+    """Description of the values that are accepted."""
     holds: Callable[[Any], bool]
     cel: str
 
     def value(self, part: msgspec.Struct) -> Any:
-        """What stands in the field."""
+        """The field's value in a part of an object."""
         found: Any = part
         for name in filter(None, self.field.split(".")):
             found = msgspec.to_builtins(found) if isinstance(found, msgspec.Struct) else found
@@ -77,7 +77,7 @@ class FieldRule(msgspec.Struct, frozen=True):
 
 @cache
 def rules_of(cls: type[msgspec.Struct]) -> tuple[FieldRule, ...]:
-    """In the order of the source."""
+    """The rules of a type, in the order of the source."""
     found = []
     for name, method in vars(cls).items():
         if (marked := getattr(method, RULE_MARK, None)) is not None:
@@ -130,9 +130,9 @@ class _Translation:
                 raise TypeError(f"{ast.unparse(node) if node else node}: CEL has no word for it here")
 
     def _within(self, node: ast.expr) -> str:
-        """A part of another expression, in brackets where it would be read otherwise."""
-        said = self.of(node)
-        return f"({said})" if isinstance(node, ast.BoolOp) else said
+        """A subexpression, in parentheses where precedence requires them."""
+        text = self.of(node)
+        return f"({text})" if isinstance(node, ast.BoolOp) else text
 
 
 def _literal(value: Any) -> str:
@@ -150,18 +150,19 @@ COLUMNS = (
     ("Reason", "string", ".status.reason", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
-"""What `kubectl get hj` shows: heading, type, path; priority 1: only with `-o wide`."""
+"""Columns of `kubectl get hj`: heading, type, path; with priority 1 only with `-o wide`."""
 
 SIZE_OF_A_RUN = {
     "rule": "self.spec.nodes==oldSelf.spec.nodes||self.spec.runPolicy.suspend"
     "||self.spec.nodes>=self.?status.fewest.orValue(1)&&self.spec.nodes<=self.?status.most.orValue(10000)",
     "message": "spec.nodes: from status.fewest to status.most while it runs",
 }
-"""So `kubectl scale` is refused at once. About changes alone: a status is written whatever the size is."""
+"""Has `kubectl scale` refused at once outside of the run's bounds. It applies only to changes of the size, so that a status can
+be written whatever the size is."""
 
 
 def crd() -> dict[str, Any]:
-    """The whole object."""
+    """The CustomResourceDefinition as an object."""
     version = {
         "name": VERSION,
         "served": True,
@@ -199,7 +200,7 @@ def crd() -> dict[str, Any]:
 
 
 def crd_text() -> str:
-    """As `crd.yaml` has it."""
+    """The text of `crd.yaml`."""
     head = f"# {KIND} {API_VERSION}. Made of the types in resource.py and status.py by `make crd`; do not change it by hand.\n"
     body: str = yaml.safe_dump(crd(), sort_keys=False, width=200, default_flow_style=None)
     return head + body
@@ -207,7 +208,7 @@ def crd_text() -> str:
 
 @cache
 def job_schema() -> dict[str, Any]:
-    """Of the object as a whole."""
+    """The schema of the whole object."""
     name = {"type": "string", "maxLength": MAX_NAME, "pattern": NAME_PATTERN}
     return {
         "type": "object",
@@ -216,7 +217,7 @@ def job_schema() -> dict[str, Any]:
         "properties": {
             "metadata": {"type": "object", "properties": {"name": name}},
             "spec": _of_struct(HoldfastJobSpec, documented=True),
-            # Descriptions are for what people write. Of the status they would cost a third of what the CRD may have.
+            # Descriptions are for fields that people write. Those of the status would take a third of the CRD's size limit.
             "status": _of_struct(JobStatus, documented=False),
         },
         "x-kubernetes-validations": [SIZE_OF_A_RUN],
@@ -224,7 +225,8 @@ def job_schema() -> dict[str, Any]:
 
 
 def by_fields(value: Any, kind: kinds.Type) -> Any:
-    """A value of the object, in which the parts of the job have the names of their fields: msgspec reads that."""
+    """Renames the keys of an object's value to the names of the fields in parts that it shares with the job's specification, so
+    that msgspec can convert it."""
     match kind:
         case kinds.StructType() | kinds.DataclassType():
             fields = dict(_fields(kind))
@@ -244,7 +246,7 @@ def by_fields(value: Any, kind: kinds.Type) -> Any:
 
 
 def in_object(value: Any) -> Any:
-    """A part of an object, or the whole of its `spec`, as the object has it. What holds by default is left out."""
+    """The inverse: a part of the `spec`, or the whole, as the object has it. Values that are defaults are left out."""
     if isinstance(value, tuple):
         return [in_object(one) for one in value]
     if not isinstance(value, msgspec.Struct) and not is_options(type(value)):
@@ -260,7 +262,7 @@ def in_object(value: Any) -> Any:
 
 
 def _fields(info: kinds.StructType | kinds.DataclassType) -> Iterator[tuple[str, kinds.Field]]:
-    """Those of an object, with their names in it."""
+    """The fields that an object has, with their names in it."""
     part = job_part(info.cls)
     for field in info.fields:
         if part is None:
@@ -279,13 +281,13 @@ def _of_struct(cls: type, documented: bool) -> dict[str, Any]:
         schema = _of_type(field.type, documented) | bounds.get(field.name, {})
         if field.name in docs:
             schema = {"description": docs[field.name], **schema}
-        # Defaults are written into the object when it is made. So a later version with other defaults does
-        # not change jobs that exist, and `kubectl get -o yaml` shows what holds.
+        # The server writes defaults into the object when it is created. So a later version with other defaults does not change
+        # existing jobs, and `kubectl get -o yaml` shows what applies.
         if documented and not field.required and (default := _default(field)) is not None:
             schema["default"] = default
         properties[name] = schema
     required = [name for name, field in _fields(info) if field.required]
-    rules = [{"rule": one.cel, "message": _told(one)} for one in rules_of(cls)]
+    rules = [{"rule": one.cel, "message": _message_of(one)} for one in rules_of(cls)]
     return (
         {"type": "object"}
         | ({"required": required} if required else {})
@@ -295,7 +297,7 @@ def _of_struct(cls: type, documented: bool) -> dict[str, Any]:
 
 
 def _bounds(cls: type) -> dict[str, dict[str, Any]]:
-    """Of a part of the job: those of its options, and those that an object needs beside them."""
+    """Schema bounds of a part of the job's specification: those of its options, and those that only the object has."""
     if (part := job_part(cls)) is None:
         return {}
     found = {name: dict(bounds) for name, bounds in part.bounds.items()}
@@ -306,18 +308,19 @@ def _bounds(cls: type) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _told(one: FieldRule) -> str:
-    """The API server names the part of the object, and the message the field in it."""
+def _message_of(one: FieldRule) -> str:
+    """The message of a rule. It names the field; the API server adds the part of the object."""
     return f"{one.field}: {one.accepted}" if one.field else one.accepted
 
 
 def _default(field: kinds.Field) -> Any:
-    """None: nothing is filled in. A nested object gets an empty one: without it the defaults within would not apply."""
+    """The default of a field; None: it has none. A nested object's is an empty object, because otherwise the defaults within it
+    would not apply."""
     if field.default is msgspec.NODEFAULT:
         return None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     if job_part(type(field.default)) is not None:
         return {}
-    # omit_defaults leaves nothing of a struct of defaults, which is what is wanted: an empty object.
+    # With omit_defaults a struct of defaults becomes an empty object, as it should.
     plain = msgspec.to_builtins(field.default)
     return None if plain in ((), []) else list(plain) if isinstance(plain, tuple) else plain
 
@@ -325,7 +328,7 @@ def _default(field: kinds.Field) -> Any:
 def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
     match kind:
         case kinds.Metadata(extra_json_schema=dict(extra)) if "x-kubernetes-preserve-unknown-fields" in extra:
-            return dict(extra)  # the whole of it
+            return dict(extra)  # the whole schema of the field
         case kinds.Metadata():
             return _of_type(kind.type, documented) | (kind.extra_json_schema or {})
         case kinds.StructType() | kinds.DataclassType():
@@ -337,7 +340,7 @@ def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
             return {"type": "array", **most, "items": _of_type(kind.item_type, documented)}
         case kinds.DictType(value_type=kinds.StrType()):
             return {"type": "object", "additionalProperties": _of_type(kind.value_type, documented)}
-        case kinds.DictType():  # what it holds is said by the field's own schema
+        case kinds.DictType():  # the field's own schema describes its values
             return {"type": "object"}
         case kinds.LiteralType():
             return {"type": "string", "enum": sorted(str(one) for one in kind.values)}
@@ -359,7 +362,7 @@ def _of_union(members: list[kinds.Type], documented: bool) -> dict[str, Any]:
         return _of_type(members[0], documented)
     text = next(one for one in members if isinstance(one, kinds.StrType))
     assert {type(one) for one in members} == {kinds.IntType, kinds.StrType}, members
-    # The one union that a structural schema knows. The pattern is looked at where the value is a string.
+    # The only union in a structural schema. The pattern applies only to strings.
     return {
         "x-kubernetes-int-or-string": True,
         **_given(pattern=text.pattern),
@@ -372,7 +375,7 @@ def _given(**limits: Any) -> dict[str, Any]:
 
 @cache
 def _field_docs(cls: type) -> dict[str, str]:
-    """The text under each field, on one line."""
+    """The docstring of each field, on one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = _field_docs(cls.__base__) if dataclasses.is_dataclass(cls.__base__) else {}

@@ -1,12 +1,12 @@
-"""What the operator says of a job: written by it alone, read by people and programs. Unknown is absent, never 0.
+"""The status of a job's object: written by the operator alone, read by people and programs. Unknown is absent, never 0.
 
-A status is written as a JSON patch (RFC 6902) that is refused where what it was decided from has changed. A request with the object's
-version would be refused as well where somebody else has changed a label. A script that does so fifty times a second would then have
-nearly every status refused, since the version is old before the request is there.
+A status is written as a JSON patch (RFC 6902) that is refused if what it was decided from has changed. A request with the
+object's version would also be refused if somebody else has changed a label. A script that does so fifty times a second would then
+have nearly every status refused, because the version is out of date before the request arrives.
 
 The API server compares the *bytes* of a tested value with its own encoding of the object (seen on 1.37.2). Go writes `<`, `>`
 and `&` as `\\u003c`, `\\u003e` and `\\u0026`, and other letters as they are; Python's encoder does neither. A test of a text
-would fail for ever as soon as one of these is in it. So only numbers, names of types and moments are tested.
+with one of these would always fail. So only numbers, names of types and timestamps are tested.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from holdfast.protocol.wire.decoding import decode
 
 Object = dict[str, Any]
 Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
-"""UTC, as Kubernetes writes it."""
+"""A UTC timestamp in Kubernetes' format."""
 
 
 class ConditionType(StrEnum):
-    """What a program can wait for: `kubectl wait --for=condition=Training`."""
+    """Conditions that programs can wait for: `kubectl wait --for=condition=Training`."""
 
     ACCEPTED = "Accepted"
     QUOTA_RESERVED = "QuotaReserved"
@@ -46,15 +46,16 @@ class ConditionType(StrEnum):
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What all parts of the status are. Unknown fields are left: a later operator may have written them."""
+    """Base of all parts of the status. Unknown fields are accepted, since a later version of the operator may have written
+    them."""
 
 
 QUEUED = "Queued"
-"""Reason of Suspended: nobody has suspended the job; it waits for quota, or for machines."""
+"""Reason of the condition Suspended if the job waits for quota or machines and was not suspended by a person."""
 
 
 class JobCondition(_Struct, frozen=True, kw_only=True):
-    """One thing that holds, does not, or is not known."""
+    """A condition, which holds, does not hold, or is unknown."""
 
     type: str
     status: Literal["True", "False", "Unknown"]
@@ -65,7 +66,7 @@ class JobCondition(_Struct, frozen=True, kw_only=True):
 
 
 class NodeCounts(_Struct, frozen=True, kw_only=True):
-    """How many pods are in which state."""
+    """Number of nodes in each state."""
 
     summary: str = ""
     """Training/wanted +spares, for people."""
@@ -79,7 +80,7 @@ class NodeCounts(_Struct, frozen=True, kw_only=True):
 
 
 class TrainingProgress(_Struct, frozen=True, kw_only=True):
-    """How far the training is, as its coordinator last said."""
+    """Progress of the training, from the coordinator's last report."""
 
     step: int | None = None
     loss: str | None = None
@@ -104,62 +105,62 @@ class IncidentCounts(_Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorSeen(_Struct, frozen=True, kw_only=True):
-    """Who decides."""
+    """The current coordinator."""
 
     pod: str | None = None
     address: str | None = None
     restarts: int | None = None
-    """How often its container had been started anew when it last answered; null: it has not answered yet."""
+    """How often its container had been restarted when it last answered; null: it has not answered yet."""
 
 
 class WaitingForMachines(_Struct, frozen=True, kw_only=True):
     """A start that has too few machines."""
 
     bound: int = 0
-    """Nodes that have one."""
+    """Number of nodes that have a machine."""
     since: Moment
-    """It has so many since then."""
+    """When `bound` last changed."""
     first: Moment | None = None
-    """When it was started the first time: from then on its deadline counts."""
+    """Time of the first try, from which the startup deadline counts."""
     tries: int = 0
-    """How often it has given its machines back."""
+    """How often the job has given its machines back."""
     until: Moment | None = None
-    """It gave them back, and asks for none before."""
+    """After it has given them back: when it may ask for machines again."""
 
 
 OPERATORS_OWN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-"""Of what one operator writes for the next one to read, and nobody else: the definition says no more of it."""
+"""Schema of a field that only operators read, so that the CRD need not describe it any further."""
 
 
 class JobStatus(_Struct, frozen=True, kw_only=True):
-    """The whole of it."""
+    """The status of a HoldfastJob."""
 
     observed_generation: int | None = None
     revision: int | None = None
-    """Counts writes of the status; an operator's write is refused where another one has written since."""
+    """Number of writes of the status; an operator's write is refused if another one has written since."""
     state: str | None = None
     """One word, for people; programs read conditions."""
     reason: str | None = None
     selector: str | None = None
-    """Of the nodes' pods, for kubectl scale and budgets."""
+    """Label selector of the nodes' pods, for kubectl scale and disruption budgets."""
     run: int | None = None
-    """Counts starts of this object: 1, and one more after each suspend."""
+    """Number of the run: 1 for the first, and one more after each suspension."""
     term: int | None = None
-    """Of the coordinator."""
+    """The coordinator's term."""
     next_number: int | None = None
-    """No pod had this number or a higher one."""
+    """The next node's number: no pod has had this number or a higher one."""
     asked_nodes: int | None = None
-    """What `spec.nodes` was when the coordinator was last asked for it."""
+    """`spec.nodes` when the coordinator was last asked for it."""
     asking_nodes: int | None = None
-    """The size that the coordinator is being asked for; null once it has answered."""
+    """The size that is being requested from the coordinator; null once it has answered."""
     fewest: int | None = None
-    """Nodes that the run may have at least, and `most`, as it was started; null: there is no run, and any size may be asked for."""
+    """Bounds of the run's size, with `most`, from when it was started; null: there is no run, and any size may be requested."""
     most: int | None = None
     waiting: Annotated[WaitingForMachines, Meta(extra_json_schema=OPERATORS_OWN)] | None = None
-    """Of a job that has not trained yet."""
+    """State of a start; null once the job has trained."""
     coordinator: CoordinatorSeen | None = None
     start_time: Moment | None = None
-    """Of the newest run."""
+    """Start of the newest run."""
     completion_time: Moment | None = None
     conditions: Annotated[
         tuple[JobCondition, ...],
@@ -173,37 +174,37 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     incidents: IncidentCounts | None = None
 
     def condition(self, type_: ConditionType) -> JobCondition | None:
-        """None: nothing was said of it yet."""
+        """The condition of a type; None: it is not there yet."""
         return next((c for c in self.conditions if c.type == type_), None)
 
     def holds(self, type_: ConditionType) -> bool:
-        """Whether it is known to hold."""
+        """Whether a condition is True."""
         found = self.condition(type_)
         return found is not None and found.status == "True"
 
     @property
     def has_ended(self) -> bool:
-        """For ever."""
+        """Whether the job is complete or has failed, which is final."""
         return self.holds(ConditionType.COMPLETE) or self.holds(ConditionType.FAILED)
 
 
 def status_of(raw: Mapping[str, Any], error: type[Exception]) -> JobStatus:
-    """That of an object as the API server has it. Raises `error`: it cannot be read."""
+    """The status of an object from the API server. Raises `error` if it cannot be read."""
     read = partial(msgspec.convert, type=JobStatus)
     status: JobStatus = decode(read, raw.get("status", {}), "the status of the HoldfastJob", error=error)
     return status
 
 
-# ------------------------------------------------------------ moments
+# ------------------------------------------------------------ timestamps
 
 
 def timestamp(utc_s: float) -> str:
-    """`2026-11-22T09:00:11Z`."""
+    """A time as Kubernetes writes it, for example `2026-11-22T09:00:11Z`."""
     return datetime.fromtimestamp(utc_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def from_timestamp(text: str | None) -> float | None:
-    """Seconds since 1970; None: it is not known, or nobody can read it."""
+    """Seconds since 1970; None: there is no timestamp, or it cannot be read."""
     try:
         return decode(_utc_s, text, "a time") if text else None
     except Damaged:
@@ -214,13 +215,17 @@ def _utc_s(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-# ------------------------------------------------------------ how it is written
+# ------------------------------------------------------------ writing a status
 
 OURS = frozenset(ConditionType)
 
 
 def status_patch(raw: Object, status: JobStatus) -> list[Object]:
-    """Of the object as it was seen: tests, and what changes of the status. Other people's conditions are not touched."""
+    """The JSON patch that writes a status: tests of what it was decided from, and the changes. Foreign conditions are kept.
+
+    Args:
+        raw: the object as it was observed.
+    """
     after = written(status) | {"revision": (raw.get("status") or {}).get("revision", 0) + 1}
     patch: list[Object] = [
         {"op": "test", "path": path, "value": value} for path, value in decided_from(raw).items()
@@ -243,7 +248,8 @@ def status_patch(raw: Object, status: JobStatus) -> list[Object]:
 
 
 def _conditions_patch(before: list[Object] | None, after: list[Object]) -> list[Object]:
-    """The list has no keys in a JSON patch, so a place in it is tested to be the condition's that it was."""
+    """Changes of the list of conditions. A JSON patch addresses entries by position, so each position is tested for its type
+    first."""
     if before is None:
         return [{"op": "add", "path": "/status/conditions", "value": after}] if after else []
     wanted = {one["type"]: one for one in after}
@@ -264,27 +270,30 @@ def _conditions_patch(before: list[Object] | None, after: list[Object]) -> list[
         for one in after
         if one["type"] not in known
     ]
-    # From the back, and after everything else: each removal moves the places behind it.
+    # Removals come last and from the back, because each shifts the positions behind it.
     return changes + gone[::-1]
 
 
 def decided_from(raw: Object) -> dict[str, Any]:
-    """By its path, what has to be as it was: another job of the same name, a spec that was edited, a deletion, and another operator's
-    status, whose numbers must not be given out twice."""
+    """The values, by path, that must not have changed when a status is written.
+
+    They differ if there is another job of the same name by now, if the spec was edited or the job is being deleted, or if another
+    operator has written a status, whose numbers must not be used again.
+    """
     metadata = raw["metadata"]
     found: dict[str, Any] = {
         f"/metadata/{key}": metadata[key] for key in ("uid", "generation") if key in metadata
     }
-    # Each write of an operator's counts on. A status without the number was written by a version before it.
+    # Each write of a status increments the revision. A status without one was written by an earlier version.
     if "revision" in (raw.get("status") or {}):
         return found | {"/status/revision": raw["status"]["revision"]}
     return found | {"/metadata/resourceVersion": metadata["resourceVersion"]}
 
 
 def written(status: JobStatus) -> Object:
-    """The status as the API server has it, without its revision, and without conditions that somebody else keeps on the object."""
+    """The status in the API server's form, without its revision and without foreign conditions."""
     conditions = tuple(one for one in status.conditions if one.type in OURS)
     status = msgspec.structs.replace(status, conditions=conditions, revision=None)
-    # Without parts of which nothing is known. The API server makes an empty part, whose fields were known before, to
-    # `null`, and then refuses all of the status (seen on 1.37.2, in a second run).
+    # Without parts that are empty. The API server turns an empty part that had fields before into `null`, and then refuses the
+    # whole status (seen on 1.37.2, in a second run).
     return {name: value for name, value in msgspec.to_builtins(status).items() if value != {}}
