@@ -36,7 +36,7 @@ OWN_NAMESPACE = ACCOUNT / "namespace"
 
 
 def main() -> int | str:
-    """Serves until SIGTERM: 0. A text says why it cannot."""
+    """Serves until SIGTERM, then returns 0. Returns an error message if it cannot."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.kubernetes", description=__doc__)
     parser.add_argument("--namespace", help="namespace of its Lease; by default that of its own pod")
     parser.add_argument(
@@ -152,25 +152,25 @@ def main() -> int | str:
 
 
 async def _serve(setting: Setting, watch: str) -> None:
-    # Two processes of one pod, one after the other, are two: the second must not take the first one's Lease for its own.
+    # Unique for each process: after a restart in the same pod, a process must not take its predecessor's Lease for its own.
     identity = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     async with connect() as api:
         lease = Lease(api, setting.namespace, LEASE, identity)
         try:
             await _lead(lease, api, setting, watch)
         finally:
-            # After all that this process does as a leader has ended.
+            # Only after everything that this process does as the leader has ended.
             await lease.release()
 
 
 async def _lead(lease: Lease, api: Api, setting: Setting, watch: str) -> None:
-    """One time of leading after the other. Each begins with nothing but what the API server says."""
+    """Leads whenever the Lease is held. Each time starts with a new `Operator`, which reads everything from the API server."""
     while True:
         operator = Operator(api, setting, lambda host: AddressLookup(host, COORDINATOR_PORT), namespace=watch)
         try:
             await lease.lead(operator.run)
         except* ApiError as refusals:
-            # What may pass is tried again where it happens. The rest is a right that is missing.
+            # Temporary errors are retried where they occur. What remains is a missing permission.
             first = next(_errors(refusals))
             raise HoldfastError(
                 f"the API server refuses access that the operator needs ({first}); docs/kubernetes.md lists the "

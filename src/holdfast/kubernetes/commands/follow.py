@@ -1,6 +1,7 @@
-"""Shows a job on Kubernetes to a person until it is over, or the person leaves, and what its workers print. The job needs nobody who looks on.
+"""Shows a job on Kubernetes, and the output of its workers, until it is over or the person leaves. The job does not depend on
+this.
 
-A pod's own log has what its agent says and what rank 0 printed. Each worker's file is in its pod, and ends with it.
+A pod's own log has the agent's messages and the output of rank 0. Each worker's log file is in its pod, and ends with it.
 """
 
 from __future__ import annotations
@@ -28,26 +29,30 @@ from holdfast.protocol.job_report import JobReport
 from holdfast.protocol.notices import NoticeCause
 
 LAST_WORDS_S = 5.0
-"""Between the operator's word that the job is over and the coordinator's own report of it."""
+"""Seconds to wait for the second of the two reports of the job's end, the coordinator's and the operator's."""
 AGAIN_S = 1.0
 
 
 class Follower:
-    """One job. `run` returns its report; `outcome` is `left` where the person left."""
+    """Follows one job. `run` returns its report, whose `outcome` is `left` if the person left."""
 
     def __init__(self, folder: Path, view: View) -> None:
         allocation = jobs.read_allocation(folder)
         assert allocation is not None
         self._folder, self._view, self._allocation = folder, view, allocation
-        self._told: JobReport | None = None
-        self._said = ""
+        self._ended_report: JobReport | None = None
+        self._last_note = ""
 
     async def run(self) -> JobReport:
-        """Ctrl-C, and a closed terminal, leave the job as it is."""
+        """Shows the job until it is over; returns its report. Ctrl-C or a closed terminal ends only this command.
+
+        Raises:
+            UsageError: a request was refused.
+        """
         leaves = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # By default the signal would end this process at once, and nobody would say that the job goes on.
+            # By default the signal would end this process at once, without a message that the job continues.
             loop.add_signal_handler(number, leaves.set)
         watching = asyncio.create_task(self._watch())
         looking = asyncio.create_task(self._look())
@@ -55,7 +60,7 @@ class Follower:
         tasks = {watching, looking, leaving}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # Before the others are asked: a person who leaves gets out at once, whatever they still do.
+            # Checked first, so that a person who leaves does not wait for the other tasks.
             if leaving.done():
                 name = self._folder.name
                 self._view.note(
@@ -63,11 +68,11 @@ class Follower:
                     f"`holdfast stop --job {name}` ends it"
                 )
                 return JobReport(job=name, incidents=[], outcome=jobs.LEFT)
-            # A refusal, for example. Whoever waited for the operator's word instead would never see it.
+            # An error such as a refusal, which would not be seen if the operator's report were awaited instead.
             if watching.done() and watching.exception() is not None:
                 watching.result()
-            # Both say it, and either may be first. The coordinator's report has more; the operator also knows of an end
-            # that the coordinator did not survive.
+            # Either of the two may report the end first. The coordinator's report has more information; the operator also knows
+            # of an end that the coordinator did not survive.
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await asyncio.wait({watching, looking})
@@ -78,15 +83,15 @@ class Follower:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _report(self, status: JobStatus | None) -> JobReport:
-        if self._told is not None:
-            return self._told
+        if self._ended_report is not None:
+            return self._ended_report
         if status is None:
             return JobReport(
                 job=self._folder.name, incidents=[], outcome="failed", reason="the job was deleted"
             )
         failed = status.condition(ConditionType.FAILED)
         outcome = "finished" if status.holds(ConditionType.COMPLETE) else "failed"
-        # To the object a job that was stopped has not done what it is for. Who stopped it asked for that.
+        # The object counts a stopped job as failed, but for the person who stopped it this is not a failure.
         if failed is not None and failed.reason == "Stopped":
             outcome = "stopped"
         return JobReport(job=self._folder.name, incidents=[], outcome=outcome, reason=status.reason or "")
@@ -102,7 +107,7 @@ class Follower:
                 await printed.close()
 
     async def _watch_run(self, client: JobClient, printed: Printed) -> bool:
-        """Whether another run follows: Kueue took the quota back, and the job waits for it."""
+        """Shows one run. Returns whether another run follows, because Kueue took the quota back and the job waits for it."""
         async for announcement in client.watch():
             if announcement.kind == "event":
                 self._view.event(announcement.value)
@@ -114,11 +119,11 @@ class Follower:
             elif announcement.kind == "ended":
                 if announcement.value.cause == NoticeCause.PREEMPTION:
                     return True
-                self._told = announcement.value
+                self._ended_report = announcement.value
         return False
 
     async def _look(self) -> JobStatus | None:
-        """Says what the operator says, until the job is over; None: it was deleted."""
+        """Shows the operator's status until the job is over; returns the last one. None: the job was deleted."""
         async with connect(self._allocation.context or None) as client:
             while True:
                 try:
@@ -126,8 +131,8 @@ class Follower:
                 except NoApiAnswer as error:
                     self._note(f"the API server does not answer; training does not need it ({error})")
                 except ApiError as error:
-                    # A version that is too old is listed anew, and a passing trouble passes. Anything else
-                    # stays, and has to be told.
+                    # After an outdated version the object is listed again, and temporary errors pass. Other errors are permanent,
+                    # and have to be reported.
                     if not error.is_gone and not error.may_pass:
                         raise UsageError(f"the API server refused the request: {error}") from None
                 except (aiohttp.ClientError, OSError) as error:
@@ -137,7 +142,7 @@ class Follower:
     async def _look_on(self, client: Api) -> JobStatus | None:
         path = f"/apis/{GROUP}/{VERSION}/namespaces/{self._allocation.namespace}/{PLURAL}"
         only = {"fieldSelector": f"metadata.name={self._allocation.name or self._folder.name}"}
-        # The watch goes on from the version of this list, so nothing between the two is missed.
+        # The watch continues from the version of this list, so that nothing in between is missed.
         there, version = await client.list_all(path, only)
         if not there:
             return None
@@ -151,32 +156,32 @@ class Follower:
         return await self._look_on(client)
 
     def _saw(self, raw: dict[str, Any]) -> JobStatus | None:
-        """Tells what is new. Returns a status that will not change any more."""
+        """Shows what is new in an object's status. Returns the status if it is final, else None."""
         status = status_of(raw, UsageError)
-        # While the coordinator answers, its own events say more.
+        # While the job trains, the coordinator's own events have more information.
         if not status.holds(ConditionType.TRAINING) and status.state:
             self._note(f"{status.state}: {status.reason}" if status.reason else status.state)
         return status if status.has_ended else None
 
     def _note(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+        if text != self._last_note:
+            self._last_note = text
             self._view.note(text)
 
 
-# ------------------------------------------------------------ what workers printed, out of the files in their pods
+# ------------------------------------------------------------ the workers' output, from the files in their pods
 
 
 def tail_command(path: Path, lines: int, follow: bool) -> list[str]:
-    """lines: the last so many; 0: all."""
-    # By its name (-F): a log that is not there yet, or is replaced, is still found. All: what its agent keeps for certain, since
-    # a hole over the oldest part would come as zeros.
+    """The command that prints a log in a pod. lines: number of last lines; 0: everything."""
+    # By name (-F), so that a log that does not exist yet or is replaced is still followed. "Everything" is what the agent keeps
+    # for certain: the hole that it leaves in place of older output would be printed as zeros.
     part = ["-n", str(lines)] if lines else ["-c", str(int(LOG_KEPT_SHARE * DEFAULT_LOG_LIMIT))]
     return ["tail", *(["-F"] if follow else []), *part, str(path)]
 
 
 class Printed:
-    """Follows rank 0. `heard` takes the ledger's events; `close` ends it."""
+    """Follows the output of rank 0. `heard` takes the ledger's events; `close` ends it."""
 
     def __init__(self, reach: KubernetesReach, output: Callable[[bytes], None]) -> None:
         self._reach, self._output = reach, output
@@ -184,25 +189,26 @@ class Printed:
         self._following: dict[str, asyncio.Task[None]] = {}
 
     def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """One event."""
+        """Takes one event of the ledger."""
         if kind == "worker-started":
             self._logs[fields["worker"]] = fields["node"], Path(fields["log"])
         elif kind in ("formed", "started") and fields["workers"]:
-            # Rank 0 may be another worker in each generation. Those before are followed on: last
-            # lines say why a worker died.
+            # Rank 0 may be another worker in each generation. Earlier ones are still followed, because their last lines say why
+            # they died.
             first = fields["workers"][0]
             if first in self._logs and first not in self._following:
                 self._following[first] = asyncio.create_task(self._follow(*self._logs[first]))
 
     async def close(self) -> None:
-        """Nothing more is shown."""
+        """Stops following."""
         tasks = list(self._following.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, node: str, path: Path) -> None:
-        # A pod that is gone has no output any more, and a person who may not use pods/exec sees the rest.
+        # Errors are ignored: a pod that is gone has no more output, and without the permission for pods/exec only this is
+        # missing.
         with suppress(aiohttp.ClientError, OSError):
             async for data in self._reach.tunnel.run(node, WORKER, tail_command(path, 0, follow=True)):
                 self._output(data)
@@ -245,13 +251,13 @@ async def _show_logs(
             rest = b""
             try:
                 async for data in reach.tunnel.run(node, WORKER, tail_command(path, lines, follow)):
-                    # Whole lines only: pieces of several logs come mixed, and half a line would
-                    # be completed by another log.
+                    # Only whole lines, because output of several logs is interleaved, and half a line would be continued by
+                    # another log.
                     whole, newline, rest = (rest + data).rpartition(b"\n")
                     if newline:
                         write(label, whole + newline)
             except (aiohttp.ClientError, OSError) as error:
-                # Told at the end: one pod that is gone must not hide the logs of all others.
+                # Reported at the end: one pod that is gone must not hide the logs of all others.
                 unreached.append(f"{label}: the pod {node} cannot be reached: {error}")
             if rest:
                 write(label, rest + b"\n")

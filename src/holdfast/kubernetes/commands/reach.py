@@ -1,7 +1,8 @@
-"""How commands outside of the cluster reach a job's coordinator: the object says in which pod it is, the API server leads there.
+"""How commands outside of the cluster reach a job's coordinator: its pod is in the object's status, and the API server proxies to
+it.
 
-Nothing of the job is needed on this machine. The token is read from the job's Secret each time, and kept in no file: who may
-read that Secret may use the job, and nobody else.
+Nothing of the job is needed on this machine. The token is read from the job's Secret each time and kept in no file, so that
+exactly those who may read the Secret can control the job.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from holdfast.protocol.network.sockets import host_and_port
 from holdfast.protocol.wire.decoding import decode
 
 AGAIN_S = 0.5
-"""Between two tries: each asks the API server."""
+"""Seconds between two tries, each of which is a request to the API server."""
 NAME_S = 4.0
-"""How long a pod may take to say its name. The API server tries for much longer to reach a machine that is gone, and meanwhile
-there may be another coordinator."""
+"""Seconds that a pod may take to report its name. The API server tries for much longer to reach a machine that is gone, while
+there may already be another coordinator."""
 _ENDED = '{"kind":"ended"'
 _names = msgspec.json.Decoder(CoordinatorName)
 
@@ -52,7 +53,13 @@ class KubernetesReach:
         opened: Callable[[str | None], AbstractAsyncContextManager[Any]] = open_client,
         port: int = names.COORDINATOR_PORT,
     ) -> None:
-        """opened: a `kubernetes_asyncio.client.ApiClient` for a context of the kubeconfig. port: of the coordinator."""
+        """Connects in `__aenter__`.
+
+        Args:
+            folder: the job's, on this machine.
+            opened: opens a `kubernetes_asyncio.client.ApiClient` for a context of the kubeconfig.
+            port: of the coordinator.
+        """
         self._opened, self._port = opened, port
         self._folder, self._allocation = folder, allocation
         self._name, self._namespace = allocation.name or folder.name, allocation.namespace
@@ -70,7 +77,7 @@ class KubernetesReach:
         await self._open.aclose()
 
     async def is_running(self) -> bool:
-        """See `Reach`. True where the API server cannot be asked: the job does not need it."""
+        """See `Reach`. True if the API server does not answer, since the job can run without it."""
         try:
             await self._status()
         except NoAnswer:
@@ -84,15 +91,16 @@ class KubernetesReach:
         try:
             pod, where = await self._find()
             return await self.tunnel.request(pod, where, self._token, method, path, body, PATIENCE_S)
-        # In these cases the coordinator has not taken the request. Other errors leave that
-        # open, and are the caller's.
+        # With these errors the coordinator has not accepted the request. Other errors leave that open, and are handled by the
+        # caller.
         except (aiohttp.ClientConnectorError, Unproven, RequestNotTaken) as error:
             self._where = None
             await asyncio.sleep(AGAIN_S)
             raise RequestNotTaken(str(error)) from error
 
     async def listen(self, after: int) -> AsyncGenerator[str]:
-        """See `Reach`. At the job's end its ledger and report are left in the folder: they end with the coordinator's pod."""
+        """See `Reach`. At the job's end its ledger and report are stored in the folder, since they end with the coordinator's
+        pod."""
         try:
             pod, where = await self._find()
             async with self.tunnel.socket(
@@ -102,13 +110,13 @@ class KubernetesReach:
                     if frame.type is not aiohttp.WSMsgType.TEXT:
                         continue
                     if frame.data.startswith(_ENDED):
-                        # Before it is told: who hears it leaves.
+                        # Before it is passed on, because the receiver leaves then.
                         await self._keep(socket, frame.data)
                     yield frame.data
         except (aiohttp.ClientError, OSError, TimeoutError, RequestNotTaken, NoAnswer):
             pass
         self._where = None
-        # Another coordinator may have the job now, and who asks again at once asks the API server each time.
+        # Another coordinator may have the job by now. The pause is because each further call is a request to the API server.
         await asyncio.sleep(AGAIN_S)
 
     async def _keep(self, socket: aiohttp.ClientWebSocketResponse, ended: str) -> None:
@@ -117,11 +125,11 @@ class KubernetesReach:
             if follows.type is aiohttp.WSMsgType.BINARY:
                 report = decode(_report, ended, "the report", error=NoAnswer)
                 await asyncio.to_thread(self._write, follows.data, report)
-                # The coordinator waits for this word, so that the ledger does not end with its pod.
+                # The coordinator waits for this message, so that the ledger does not end with its pod.
                 await socket.send_str(LEDGER_KEPT)
 
     def _write(self, ledger: bytes, report: Any) -> None:
-        # The ledger first: a command that finds the report finds the ledger that it tells of.
+        # The ledger first, so that a command that finds the report also finds the ledger.
         work = self._folder / f".{FIRST}.kept"
         work.write_bytes(ledger)
         work.replace(self._folder / FIRST)
@@ -130,7 +138,12 @@ class KubernetesReach:
     # ------------------------------------------------------------ where it is
 
     async def _find(self) -> tuple[str, Endpoint]:
-        """The coordinator's pod. Raises RequestNotTaken; NoAnswer: there will be none."""
+        """The coordinator's pod and endpoint.
+
+        Raises:
+            RequestNotTaken: there is none now.
+            NoAnswer: there will be none.
+        """
         if self._where is None:
             status = await self._status()
             seen = status.coordinator
@@ -147,21 +160,20 @@ class KubernetesReach:
             answer = await self.tunnel.ask_openly(pod, NAME_PATH, NAME_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise RequestNotTaken(str(error) or type(error).__name__) from error
-        # Where the pod is not reached, the API server answers by itself. That must not be
-        # read as a coordinator's name.
+        # If the pod cannot be reached, the API server answers by itself. That must not be read as a coordinator's name.
         if answer.status != 200:
-            raise RequestNotTaken(f"{pod} cannot be reached: {_words(answer)}")
-        said = decode(
+            raise RequestNotTaken(f"{pod} cannot be reached: {_message_in(answer)}")
+        named = decode(
             _names.decode, answer.body, f"the name of the coordinator in {pod}", error=RequestNotTaken
         )
-        # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
-        # server's word.
+        # With its own address, as for clients within the cluster, see `Endpoint.dialled`. That the answer is this pod's is
+        # vouched for by the API server.
         return Endpoint(
             host=address,
             port=self._port,
             pid=0,
-            instance=said.instance,
-            term=said.term,
+            instance=named.instance,
+            term=named.term,
             dialled=host_and_port(address, self._port),
         )
 
@@ -174,11 +186,11 @@ class KubernetesReach:
                 f"the job {self._name!r} is not running: {status.state}. {status.reason or ''}".strip()
             )
         suspended = status.condition(ConditionType.SUSPENDED)
-        # It goes on by itself, so whoever looks on waits with it.
+        # A queued job continues by itself, so the caller waits.
         if status.holds(ConditionType.SUSPENDED) and suspended is not None and suspended.reason == QUEUED:
             raise RequestNotTaken(f"the job {self._name!r} has no pods: {suspended.message}")
         if status.holds(ConditionType.SUSPENDED):
-            # As a person wants it, or still, where the operator has not seen yet that nobody wants it any more.
+            # Either a person wants it suspended, or the operator has not noticed yet that it is to be resumed.
             if there.get("spec", {}).get("runPolicy", {}).get("suspend"):
                 raise NoAnswer(
                     f"the job {self._name!r} is suspended: it continues when spec.runPolicy.suspend is false"
@@ -198,8 +210,7 @@ class KubernetesReach:
             raise RequestNotTaken(f"the API server does not answer: {error}") from error
         except ApiError as error:
             if error.status == 404:
-                # A new job has no Secret yet, so one waits. A missing object was deleted,
-                # and nothing more will come.
+                # A new job has no Secret yet, so the caller waits. A missing job object was deleted and does not come back.
                 if "secrets" in path:
                     raise RequestNotTaken(gone) from error
                 self._is_over()
@@ -209,8 +220,8 @@ class KubernetesReach:
             raise UsageError(f"the API server refused the request: {error}") from None
 
     def _is_over(self) -> None:
-        """No command asks for it again."""
-        # A folder that cannot be written costs the next command one more question, and nothing else.
+        """Records in the folder that the job is over, so that later commands need not ask."""
+        # If the folder cannot be written, the next command merely makes one more request.
         with suppress(OSError):
             jobs.write_allocation(self._folder, msgspec.structs.replace(self._allocation, over=True))
 
@@ -223,8 +234,8 @@ def _message(body: bytes) -> str:
     return str(msgspec.json.decode(body)["message"])
 
 
-def _words(answer: Answer) -> str:
-    """Of the API server's own answer."""
+def _message_in(answer: Answer) -> str:
+    """The message in an answer of the API server itself."""
     try:
         return decode(_message, answer.body, "the answer")
     except Damaged:

@@ -1,4 +1,4 @@
-"""Makes a job's object at the API server. Everything that can be refused is refused before anything is made."""
+"""Creates a job's objects at the API server. Everything that can be refused is refused before anything is created."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from holdfast.kubernetes.objects.resource import API_VERSION, GROUP, KIND, VERSI
 from holdfast.kubernetes.objects.status import status_of
 
 MANAGER = "holdfast"
-"""The owner of the fields that the command line writes."""
+"""Field manager of what the command line applies."""
 CODE_BYTES = 1_000_000
-"""Of a script that is sent along. A ConfigMap has at most 1 MiB with everything."""
+"""Largest script that is sent along. A ConfigMap has at most 1 MiB altogether."""
 ACCOUNT_S = 30.0
-"""How long the cluster's controllers may take for the service account of a new namespace."""
+"""Seconds that the cluster's controllers may take to create the service account of a new namespace."""
 _NO_ACCOUNT = 'serviceaccount "default" not found'
-"""What a pod is refused for until then (words of 1.34 and 1.37). An account of another name does not come by itself."""
+"""Message with which a pod is refused until then (in 1.34 and 1.37). Accounts of other names are not created automatically."""
 Object = dict[str, Any]
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be made."""
+    """A job to create."""
 
     name: str
     namespace: str
@@ -52,7 +52,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def config_map(self, uid: str = "") -> Object | None:
-        """Of the code. uid: of the job that it is removed with."""
+        """The ConfigMap with the code; None: there is none. uid: of the job that owns it; empty: it has no owner yet."""
         if self.code is None:
             return None
         owner = {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": uid}
@@ -69,36 +69,36 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def objects(self) -> list[Object]:
-        """All, in the order in which they are made."""
+        """All objects, in the order in which they are created."""
         code = self.config_map()
         return [*([code] if code is not None else []), self.job]
 
 
 def refuse_wrong(submission: Submission) -> None:
-    """Raises UsageError with every field that is wrong, its value and what is accepted."""
+    """Raises UsageError with each invalid field, its value and what is accepted."""
     if found := check(submission.job):
-        raise UsageError(_told(found, ""))
+        raise UsageError(_refusal(found, ""))
 
 
 async def submit(
     client: Api, submission: Submission, tell: Callable[[str], None], account_s: float = ACCOUNT_S
 ) -> str:
-    """Makes the objects; returns the job's uid.
+    """Creates the objects; returns the job's uid.
 
     Args:
-        client: the API server's.
-        submission: what to make.
-        tell: is told what is waited for, before the wait.
+        client: of the API server.
+        submission: the job to create.
+        tell: receives a message before a longer wait.
         account_s: see `ACCOUNT_S`.
 
     Raises:
-        UsageError: it is refused, by us or by the API server, or the name is taken. Nothing was made.
+        UsageError: the job is invalid, the API server refuses it, or the name is taken. Nothing was created.
     """
     try:
-        # First of all: applying would change a job of this name that is there already.
+        # First of all, because applying would change an existing job of this name.
         await _refuse_taken(client, submission)
         await _dry_run(client, submission, tell, account_s)
-        # The code before the job: a pod that starts at once mounts it.
+        # The code before the job, because a pod that starts at once mounts it.
         code = submission.config_map()
         if code is not None:
             await client.apply(_config_map_path(submission), code, manager=MANAGER)
@@ -108,7 +108,7 @@ async def submit(
         uid = str(made["metadata"]["uid"])
         owned = submission.config_map(uid)
         if owned is not None:
-            # Only now is there somebody to own it. It goes with the job.
+            # Now that the job exists it becomes the owner, so that the code is deleted together with it.
             await client.apply(_config_map_path(submission), owned, manager=MANAGER)
     except ApiError as error:
         raise UsageError(f"the API server refused the job: {error}") from None
@@ -148,7 +148,7 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
 async def _dry_run(
     client: Api, submission: Submission, tell: Callable[[str], None], account_s: float
 ) -> None:
-    """The API server's own words, beside ours."""
+    """Raises UsageError with all problems that are found here and by a server-side dry run."""
     problems = check(submission.job)
     theirs = ""
     try:
@@ -157,7 +157,7 @@ async def _dry_run(
         await client.apply(
             job_path(submission.namespace, submission.name), submission.job, manager=MANAGER, dry_run=True
         )
-        # Our own rendering makes the pod that is tried, and it needs an object without errors.
+        # The pod for the dry run is rendered here, which requires a valid object.
         if not problems:
             await _try_pod(client, submission, tell, account_s)
     except ApiError as error:
@@ -165,22 +165,23 @@ async def _dry_run(
             raise
         theirs = str(error)
     if problems or theirs:
-        raise UsageError(_told(problems, theirs))
+        raise UsageError(_refusal(problems, theirs))
 
 
 async def _try_pod(
     client: Api, submission: Submission, tell: Callable[[str], None], account_s: float
 ) -> None:
-    """Pod Security, quotas and webhooks are the cluster's own. The first node's pod is shown to them."""
+    """Creates the first node's pod in a dry run, so that the cluster's Pod Security, quotas and webhooks check it."""
     pod = render.agent_pod(convert(submission.job), 0)
-    del pod["metadata"]["ownerReferences"]  # of an object that is not there yet
+    del pod["metadata"]["ownerReferences"]  # the owner does not exist yet
     backoff, ends_s, is_told = Backoff(most_s=1.0), time.monotonic() + account_s, False
     while True:
         try:
             await client.create(f"/api/v1/namespaces/{submission.namespace}/pods", pod, dry_run=True)
             return
         except ApiError as error:
-            # Who may write jobs need not be allowed to make pods. The operator asks again, and says it in `Accepted`.
+            # A user who may write jobs need not be allowed to create pods. The operator reports a refusal in the condition
+            # Accepted.
             if error.status == 403 and "cannot create resource" in str(error):
                 return
             if _NO_ACCOUNT not in str(error) or time.monotonic() >= ends_s:
@@ -191,11 +192,11 @@ async def _try_pod(
                     "account"
                 )
             is_told = True
-            # Asked again and not watched: who may write jobs need not be allowed to read accounts.
+            # Polled and not watched, because a user who may write jobs need not be allowed to read service accounts.
             await backoff.wait(error)
 
 
-def _told(problems: tuple[Problem, ...], theirs: str) -> str:
+def _refusal(problems: tuple[Problem, ...], theirs: str) -> str:
     lines = [f"  {problem}" for problem in problems]
     if theirs:
         lines.append(f"  the API server says: {theirs}")

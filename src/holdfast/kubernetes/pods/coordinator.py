@@ -1,5 +1,5 @@
 """`python -m holdfast.kubernetes.pods.coordinator`: the program of a coordinator's pod. It keeps the coordinator of one term
-running, and leaves how the job ended in the pod's status."""
+running, and leaves a termination message about the job's end in the pod's status."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ from holdfast.protocol.leadership import EXIT_HANDED_OVER
 
 _log = logging.getLogger("holdfast.coordinator-pod")
 TRAITS = EngineTraits(keeps_nodes=False, nodes_are_machines=True)
-"""Memory of a pod ends with it."""
+"""A pod's memory ends with the pod."""
 COPIES = 2
-"""Of the ledger. Its file ends with the pod, and a machine may be lost together with this one."""
+"""Number of copies of the ledger at agents: its file ends with the pod, and another machine may be lost together with this
+one."""
 REASON_CHARS = 1000
-"""Kubernetes takes 4096 bytes of a termination message."""
+"""Longest reason in a termination message, of which Kubernetes accepts 4096 bytes."""
 
 
 class CoordinatorPod:
@@ -56,12 +57,12 @@ class CoordinatorPod:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Until the job is over (0), another term has begun (0), or this pod is to go (75).
+        """Runs the coordinator until the job is over or another term has begun (returns 0), or until this pod has to go (75).
 
         Raises:
             HoldfastError: the coordinator cannot be kept running.
         """
-        # First: who connects while the checkpoints are looked through waits in the kernel.
+        # First, so that connections made during the search for checkpoints wait in the kernel.
         listener = listen(self._pod.host, COORDINATOR_PORT)
         loop = asyncio.get_running_loop()
         leaves = asyncio.Event()
@@ -85,7 +86,7 @@ class CoordinatorPod:
         try:
             await asyncio.wait({keeping, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not keeping.done():
-                # The job goes on: the operator starts the next term elsewhere.
+                # The job continues: the operator starts the next term elsewhere.
                 supervisor.hand_over()
             try:
                 await keeping
@@ -104,18 +105,19 @@ class CoordinatorPod:
         await supervisor.keep()
 
     def _prepare(self) -> None:
-        """The folder, and what there is to go on from. A container that is started again in its pod finds both."""
+        """Prepares the job's folder, and finds the checkpoints to resume from. A container that is restarted in its pod has
+        both."""
         self._pod.prepare()
         path = self._pod.folder / "resume.json"
-        # Checkpoints are looked for once in a pod's life. A container that starts again in it continues with
-        # its ledger, and newer checkpoints are known there.
+        # Checkpoints are searched once in a pod's life. A restarted container continues with its ledger, which has newer
+        # checkpoints.
         if path.exists():
             return
         resume = jobs.find_checkpoints(self._pod.spec, self._note)
         if resume.checkpoints:
             self._note(f"the newest checkpoint has step {resume.checkpoints[0].step}")
-        # Written beside and renamed: a half of this file, read after a kill, would start the job from an
-        # older checkpoint or from none.
+        # Written to a temporary file and renamed: if half of this file were read after a kill, the job would start from an older
+        # checkpoint or from none.
         work = path.with_suffix(".tmp")
         work.write_bytes(msgspec.json.encode(resume))
         work.replace(path)
@@ -133,14 +135,15 @@ class CoordinatorPod:
                 self._note(str(error))
 
     def _write_termination_message(self) -> int:
-        """0 where the job is over: Kubernetes does not start the container again. Else 75."""
+        """Writes the termination message, if the job is over. Returns the exit code: 0, with which Kubernetes does not restart
+        the container, or 75 if the job is not over."""
         try:
             report = jobs.read_report(self._pod.folder / "report.json")
         except (OSError, Damaged):
             return EXIT_HANDED_OVER
-        word = termination_message(report)
-        self._termination_message.write_bytes(msgspec.json.encode(word))
-        self._note(f"the job is over: {word.outcome}{': ' if word.reason else ''}{word.reason}")
+        message = termination_message(report)
+        self._termination_message.write_bytes(msgspec.json.encode(message))
+        self._note(f"the job is over: {message.outcome}{': ' if message.reason else ''}{message.reason}")
         return 0
 
     def _note(self, text: str, **fields: object) -> None:
@@ -148,15 +151,18 @@ class CoordinatorPod:
 
 
 def termination_message(report: JobReport) -> TerminationMessage:
-    """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else. With the last
-    step and what is saved, since the operator has heard of these some seconds before the end."""
+    """The termination message for a report.
+
+    The reason of a failed job includes the first failing rank, its node and the cause, which `kubectl` shows nowhere else. The
+    last step and checkpoint are included because the operator's last report may be some seconds older than the end.
+    """
     outcome, reason = str(report.outcome), report.reason or ""
-    blame = report.blame if outcome == "failed" else None
-    if blame is not None and blame.cause not in reason:
-        rank = "" if blame.rank is None else f"rank {blame.rank}"
-        node = f"on {blame.node}" if blame.node else ""
+    root_cause = report.blame if outcome == "failed" else None
+    if root_cause is not None and root_cause.cause not in reason:
+        rank = "" if root_cause.rank is None else f"rank {root_cause.rank}"
+        node = f"on {root_cause.node}" if root_cause.node else ""
         where = " ".join(filter(None, (rank, node)))
-        reason = ": ".join(filter(None, (reason, where, blame.cause)))
+        reason = ": ".join(filter(None, (reason, where, root_cause.cause)))
     return TerminationMessage(
         outcome=outcome,
         reason=reason[:REASON_CHARS],
@@ -167,7 +173,7 @@ def termination_message(report: JobReport) -> TerminationMessage:
 
 
 def main() -> int | str:
-    """See `CoordinatorPod.run`. A text says why it cannot be: Kubernetes puts it into the pod's status."""
+    """Returns the exit code, see `CoordinatorPod.run`, or an error message, which Kubernetes puts into the pod's status."""
     parser = argparse.ArgumentParser(prog="holdfast.kubernetes.pods.coordinator")
     parser.add_argument("--term", type=int, required=True)
     parser.add_argument(

@@ -19,15 +19,15 @@ from holdfast.protocol.machine.processes import python_module
 
 
 def main() -> str:
-    """Returns only where the job cannot run in this pod, and then why: Kubernetes puts a failed container's last lines into
-    the pod's status."""
+    """Becomes the agent. Returns only if the job cannot run in this pod, with the reason: Kubernetes puts a failed container's
+    last lines into the pod's status."""
     parser = argparse.ArgumentParser(prog="holdfast.kubernetes.pods.node")
     parser.add_argument(
         "--config", type=Path, default=Path(CONFIG_FOLDER), help="has the token and spec.json"
     )
     given = parser.parse_args()
-    # The kernel drops a SIGTERM that the first process of a container has no handler for. The pod of a node that is not
-    # needed any more would stay for its whole grace.
+    # The kernel drops a SIGTERM that the first process of a container has no handler for. The pod of a node that is no longer
+    # needed would stay for its whole grace period.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         become_agent(read_pod(config=given.config), given.config)
@@ -36,7 +36,7 @@ def main() -> str:
 
 
 def become_agent(pod: PodPlace, config: Path) -> NoReturn:
-    """The agent takes this process's place, so the kubelet's signals and the exit code are the agent's.
+    """Replaces this process by the agent, which so receives the kubelet's signals and determines the exit code.
 
     Raises:
         UsageError: the job cannot run here.
@@ -52,8 +52,8 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
     problems = find_environment_problems(
         script=spec.script, module=spec.module, cwd=spec.cwd, preload=spec.preload, digest=""
     )
-    # Before the agent starts: an image without the script fails at once and says so in the pod's status. As
-    # an agent it would join, and each of its workers would end for a reason that the core cannot know.
+    # Checked before the agent starts, so that an image without the script fails at once, with the reason in the pod's status.
+    # Otherwise the agent would join, and each of its workers would end for a reason that the coordinator cannot know.
     if problems:
         raise UsageError(f"the job {spec.name!r} cannot run in this image: {'; '.join(problems)}")
     pod.prepare()
@@ -63,14 +63,15 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
         f"--coordinator={coordinator}",
         f"--grace={os.environ.get(GRACE_VARIABLE, '30')}",
         f"--ready-port={AGENT_PORT}",
-        # The coordinator's image may still be on its way to another machine, and after the API server was away the cluster's DNS
-        # may take more than a minute to tell of a new job. A pod that gave up would come again and begin to wait anew.
+        # The coordinator's image may still be being pulled on another machine, and after an outage of the API server the
+        # cluster's DNS may take more than a minute to have a new job's name. An agent that gave up would be restarted and wait
+        # again.
         "--coordinator-is-late",
     ]
-    # Also for one worker: pods share a machine, and torch counts all of its cores, not those of the pod's limit.
+    # Even for one worker: pods share a machine, and torch counts all of its cores instead of those of the pod's limit.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = python_module("holdfast.agent", *arguments)
-    # A handler does not survive what follows, and a blocked signal does: the agent unblocks it when it can answer.
+    # Unlike a handler, a blocked signal mask survives exec. The agent unblocks the signal once it can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execv(command[0], command)
 

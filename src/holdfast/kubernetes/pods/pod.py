@@ -1,4 +1,4 @@
-"""What the processes in a job's pods are given by the operator: variables, files, and where the job's folder is."""
+"""What the operator provides to the processes in a job's pods: variables, files, and the job's folder."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from holdfast.protocol.place import NodePlace, parse_place
 from holdfast.protocol.wire.stored import decode_file
 
 IDENTITY = "pod"
-"""Of the snapshot memory. It is a pod's own and ends with it, so what a restarted container finds there is its job's."""
+"""Identity of the snapshot memory. It belongs to one pod and ends with it, so that a restarted container finds only its own
+job's."""
 PLACE_S = 20.0
-"""How long an agent's start waits for its place. A kubelet shows a new note within a second or two, and looks anew once a minute."""
+"""Seconds that an agent's start waits for its place. A kubelet usually passes on a new annotation within 1 or 2 s, else after a
+minute."""
 LOOK_S = 0.1
 _specs = msgspec.json.Decoder(JobSpec)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodPlace:
-    """A pod, seen from inside."""
+    """A pod, as its own processes see it."""
 
     name: str
     host: str
@@ -44,28 +46,28 @@ class PodPlace:
     spec: JobSpec
     token: str
     folder: Path
-    """The job's, on this pod's own volume."""
+    """The job's folder, on the pod's own volume."""
 
     def prepare(self) -> None:
-        """Makes the job's folder, unless an earlier container of this pod did."""
+        """Prepares the job's folder, unless an earlier container of this pod did."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         prepare_folder(self.folder, self.spec, self.token, IDENTITY)
 
 
 def read_place(config: Path, wait_s: float = PLACE_S) -> NodePlace:
-    """Where the pod's machine stands, as the operator notes it; empty: nobody knows.
+    """The place of the pod's machine, from the operator's annotation; empty: not known.
 
-    Waits for the note, for a pod is made before it has a machine.
+    Waits up to `wait_s` for the annotation, because a pod is created before it has a machine.
     """
     end = time.monotonic() + wait_s
     while True:
         try:
             text = (config / PLACE_FILE).read_text().strip()
         except OSError:
-            return ()  # the operator knows no places
+            return ()  # the operator knows of no places
         if text:
             break
-        # Without a place a node trains as well, so nothing waits for an operator that is away.
+        # A node can train without a place, so it does not wait any longer for an operator that is away.
         if time.monotonic() >= end:
             return ()
         time.sleep(LOOK_S)
@@ -76,10 +78,10 @@ def read_place(config: Path, wait_s: float = PLACE_S) -> NodePlace:
 
 
 def read_pod(environ: Mapping[str, str] = os.environ, config: Path = Path(CONFIG_FOLDER)) -> PodPlace:
-    """Reads what the operator gave.
+    """Reads what the operator provides.
 
     Raises:
-        UsageError: something is missing: this process is in no pod of a HoldfastJob.
+        UsageError: something is missing, because this process is not in a pod of a HoldfastJob.
     """
     missing = [name for name in (NODE_VARIABLE, HOST_VARIABLE) if not environ.get(name)]
     if missing:

@@ -1,5 +1,5 @@
-"""Running until Kubernetes or a person ends the process. Apart from `pod`: a watch, of which a cluster has thousands, imports nothing of
-jobs' folders."""
+"""Runs a coroutine until Kubernetes or a person ends the process. Separate from `pod`, so that the watch, of which a cluster has
+thousands, does not import the modules for job folders."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 
 if __name__ == "__main__":
     # Before the other imports, which take a while: the kernel drops a SIGTERM that the first process of a container has no
-    # handler for, and the pod would stay for its whole grace.
+    # handler for, and the pod would stay for its whole grace period.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 
 import argparse
@@ -44,11 +44,11 @@ from holdfast.protocol.messages import FindingsReported, NodeReadings
 _log = logging.getLogger("holdfast.watch-pod")
 NODES = "/api/v1/nodes"
 REFUSED_S = 300.0
-"""The longest time between two tries of a request that is refused: a right may be missing for thousands of these."""
+"""Longest pause between two tries of a refused request, in seconds: the permission may be missing for thousands of watches."""
 
 
 class NodeConditionWriter:
-    """Keeps annotation and condition of one Node as its machine is found."""
+    """Keeps the health annotation and condition of one Node up to date."""
 
     def __init__(
         self,
@@ -58,8 +58,14 @@ class NodeConditionWriter:
         backoff: Backoff | None = None,
         refusals: Backoff | None = None,
     ) -> None:
-        """machine: the Node's name; boot: the kernel's id of this boot. refusals: how long to wait after what would be refused
-        again."""
+        """Writes nothing yet, see `run`.
+
+        Args:
+            machine: the Node's name.
+            boot: the kernel's id of this boot.
+            backoff: the pauses after errors that may pass.
+            refusals: the pauses after other refusals, which are likely to be repeated.
+        """
         self._api, self._machine, self._boot = api, machine, boot
         self._backoff = backoff or Backoff()
         self._refusals = refusals or Backoff(first_s=1.0, most_s=REFUSED_S)
@@ -67,21 +73,22 @@ class NodeConditionWriter:
         self._news = asyncio.Event()
         self._is_sick = False
 
-    def hear(self, told: FindingsReported | NodeReadings) -> None:
-        """What the watcher tells. The first finding that calls the machine sick is written; more of them change nothing."""
-        if isinstance(told, NodeReadings) or self._is_sick or self._found is not None:
+    def hear(self, message: FindingsReported | NodeReadings) -> None:
+        """Takes a message of the health watcher. The first finding that makes the machine sick is written; further ones are
+        ignored."""
+        if isinstance(message, NodeReadings) or self._is_sick or self._found is not None:
             return
-        for finding in filter(calls_sick, told.findings):
+        for finding in filter(calls_sick, message.findings):
             self._found = health_note_of(finding, self._boot, self._api.now_s())
             _log.warning("this machine is sick: %s", self._found.reason, extra={"rule": finding.rule})
             self._news.set()
             return
 
     async def run(self) -> None:
-        """Until it is cancelled.
+        """Keeps the Node up to date until cancelled.
 
         Raises:
-            ApiError: the first look was refused: there is no such Node, or a right is missing.
+            ApiError: the first request was refused: there is no such Node, or a permission is missing.
         """
         looked = False
         while True:
@@ -97,13 +104,13 @@ class NodeConditionWriter:
                 if isinstance(error, NoApiAnswer) or error.may_pass or error.is_gone or error.is_unknown:
                     await self._wait(error, self._backoff)
                 elif looked:
-                    # What was found stays to be written: somebody may mend the right.
+                    # The finding still has to be written, and somebody may restore the permission.
                     await self._wait(error, self._refusals)
                 else:
                     raise
 
     async def _settle(self) -> Object:
-        """Looks at the Node and writes what is missing on it; returns it as it is then."""
+        """Reads the Node and writes what is missing on it; returns the Node after that."""
         self._is_sick = False
         self._news.clear()
         found = self._found
@@ -114,16 +121,16 @@ class NodeConditionWriter:
             node = await write(path + below, patch)
             _log.info("writes on its Node: %s", patch, extra={"machine": self._machine})
         self._is_sick = health_note_on(node) is not None
-        # What was found meanwhile is kept, if the machine is not sick already.
+        # A finding that arrived in the meantime is kept, unless the machine is sick already.
         if self._is_sick or self._found is found:
             self._found = None
         return node
 
     async def _until_other(self, node: Object) -> None:
-        """Until something is to be written: a person has removed the annotation, or changed the condition."""
+        """Waits until something has to be written, because a person has removed the annotation or changed the condition."""
         query = {"fieldSelector": f"metadata.name={self._machine}"}
         version = node["metadata"]["resourceVersion"]
-        # Closed at once and not by the garbage collector: it holds a connection.
+        # Closed explicitly instead of by the garbage collector, because it holds a connection.
         async with aclosing(self._api.watch(NODES, query, version)) as events:
             async for event in events:
                 self._backoff.reset()
@@ -131,7 +138,7 @@ class NodeConditionWriter:
                     continue
                 if event["type"] == "DELETED" or any(note_patches(event["object"], None, self._boot, 0.0)):
                     return
-        # A server that ends each watch at once must not be asked in a circle.
+        # With a pause, in case the server ends each watch at once.
         raise NoApiAnswer("the watch of the Node has ended")
 
     async def _wait(self, error: Exception, backoff: Backoff) -> None:
@@ -140,7 +147,7 @@ class NodeConditionWriter:
 
 
 def main() -> int | str:
-    """Watches until SIGTERM: 0. A text says why it cannot: Kubernetes puts it into the pod's status."""
+    """Watches until SIGTERM, then returns 0. Returns a message if it cannot, which Kubernetes puts into the pod's status."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.kubernetes.pods.watch", description=__doc__)
     parser.add_argument(
         "--machine",
@@ -202,7 +209,7 @@ async def watch(api: Api, machine: str, folder: Path, spec: HealthSpec) -> None:
     watcher = HealthWatcher(folder=folder, spec=spec, shared=False, send=node.hear, job_dir=folder)
     try:
         await watcher.start()
-        _say_sources(watcher.sources)
+        _log_sources(watcher.sources)
         await node.run()
     except ApiError as error:
         raise HoldfastError(
@@ -213,8 +220,8 @@ async def watch(api: Api, machine: str, folder: Path, spec: HealthSpec) -> None:
         watcher.close()
 
 
-def _say_sources(there: frozenset[str]) -> None:
-    """Once: what of a machine is not watched here, although rules that call one sick are about it."""
+def _log_sources(there: frozenset[str]) -> None:
+    """Logs which sources are watched here, and which are not although there are rules for them by which a machine is sick."""
     wanted = {rule.source for rule in catalogue() if acts_on_node(rule.remedy)}
     _log.info(
         "watches this machine",
