@@ -8,15 +8,15 @@ from holdfast.protocol.place import NodePlace, shown
 
 
 def agent_arguments(job_dir: Path, node: str, host: str, memory: Path, place: NodePlace = ()) -> list[str]:
-    """For `python -m holdfast.agent`: what is its node's own.
+    """The arguments of `python -m holdfast.agent` that are specific to a node.
 
     Args:
         job_dir: the job's folder on the node, with its specification and its token.
         host: the address that the agent binds.
         memory: its folder of snapshot memory.
-        place: where the node stands, if the engine knows it better than the job's specification.
+        place: the node's place, if the engine knows it better than the job's specification.
     """
-    # No secret among them: a command line can be read by every user of the machine.
+    # Without secrets, because a command line can be read by every user of the machine.
     return [
         f"--node={node}",
         f"--job-dir={job_dir}",

@@ -25,15 +25,16 @@ class KnownNodes:
     """What an engine knows of its nodes before a job is planned."""
 
     count: int | None = None
-    """How many it has, spares included; None: as many as are asked for."""
+    """Number of nodes, spares included; None: as many as are requested."""
     gpus: int = 0
-    """GPUs of each of them; 0: counted on this machine."""
+    """GPUs of each node; 0: counted on this machine."""
     place: str = ""
-    """What they are, if their devices cannot be counted on this machine: `the hosts`. Empty: they can."""
+    """Where the nodes are if their devices cannot be counted on this machine, for messages: `the hosts`. Empty: they can be
+    counted."""
     names: str = ".*"
-    """A regular expression for all of a node's name. A file of places has to name one such node at least."""
+    """Regular expression that matches a node's whole name. A topology file has to name at least one such node."""
     examples: str = ""
-    """Some of the names, for a message."""
+    """Some of the names, for messages."""
 
 
 class Engine:
@@ -48,15 +49,15 @@ class Engine:
     title: ClassVar[str] = ""
     """Their heading in the help."""
     heeds: ClassVar[tuple[str, ...]] = ()
-    """Flags: of options that it shares with another engine, those that it heeds. Empty: all."""
+    """Of options that are shared with another engine, the flags that have an effect for this one. Empty: all."""
 
     submits: ClassVar[bool] = False
-    """The job goes on without this process, which then writes no log into the job's folder."""
+    """Whether the job continues without this process, which then writes no log into the job's folder."""
 
     def run(self, asked: RunOptions) -> int | None:
-        """Runs the job by itself, from its options to its end; returns the exit code.
+        """Runs the job from its options to its end; returns the exit code.
 
-        None: `holdfast run` does so with the methods below, as for most engines.
+        None, as for most engines: `holdfast run` does this, with the methods below.
         """
         return None
 
@@ -64,12 +65,12 @@ class Engine:
         """What is known of the nodes. options: an instance of `options`.
 
         Raises:
-            UsageError: an option has a value that cannot be.
+            UsageError: an option has an invalid value.
         """
         return KnownNodes()
 
     def plan(self, spec: JobSpec, options: Any) -> JobSpec:
-        """The job's specification with what is the engine's own. By default the options are kept in it, see `of`.
+        """Adds what the engine needs to the job's specification. By default the options are stored in it, see `of`.
 
         Raises:
             UsageError: the job cannot run here. Nothing has been started or written.
@@ -80,7 +81,7 @@ class Engine:
         return msgspec.structs.replace(spec, engine_options=kept)
 
     def of(self, spec: JobSpec) -> Any:
-        """The options out of the specification of a job, as `plan` has kept them."""
+        """The options that `plan` has stored in the specification of a job."""
         from functools import partial
 
         import msgspec
@@ -100,7 +101,9 @@ class Engine:
         """Runs a job to its end; returns its report. Most engines call `Launcher.run`.
 
         Args:
-            folder: the job's; this process holds its lock. view: shows the job. port: of the coordinator; 0: any.
+            folder: the job's folder, whose lock this process holds.
+            view: shows the job.
+            port: of the coordinator; 0: any.
 
         Raises:
             UsageError: the job cannot start; nothing has been started, and its folder is removed again.
@@ -108,10 +111,11 @@ class Engine:
         raise NotImplementedError
 
     def reach(self, folder: Path, allocation: Allocation) -> Reach | None:
-        """The way of commands to a running job; None: by the address in its folder.
+        """How commands reach a running job; None: by the address in its folder.
 
         Args:
-            folder: the job's. allocation: what `jobs.write_allocation` has left there.
+            folder: the job's folder.
+            allocation: what `jobs.write_allocation` has written there.
         """
         return None
 
@@ -137,32 +141,35 @@ def engine_named(name: str) -> Engine:
 
 
 class NodeProvider(Protocol):
-    """Provides the nodes of a running job and takes them away. A node is there when its agent connects to the coordinator.
+    """Provides the nodes of a running job, and releases them. A node has joined once its agent is connected to the coordinator.
 
     Attributes:
-        traits: what the core has to know of it.
+        traits: what the coordinator has to know of the engine.
     """
 
     @property
     def traits(self) -> EngineTraits: ...
 
     async def provide(self) -> bool:
-        """Starts one more node; False when there is none to be had."""
+        """Starts one more node; False if none is available."""
         ...
 
     async def release(self, order: ReleaseNode) -> None:
-        """Makes sure that nothing of the node runs on."""
+        """Makes sure that nothing of the job still runs on the node."""
         ...
 
     async def mark(self, node: str, reason: str) -> None:
-        """Tells whoever owns the node that it is bad, so that nobody gets it."""
+        """Tells the node's owner, a scheduler or a person, that it is bad, so that no job gets it."""
         ...
 
     async def reboot(self, node: str, reason: str) -> None:
-        """Boots a node that was released; it comes back as a new one."""
+        """Reboots a node that was released; it joins again as a new one."""
         ...
 
     async def close(self, gives_back: bool = True) -> None:
-        """Ends every node; returns when all are gone. gives_back: their snapshot memory too; else it is left to the job's
-        next start, where the nodes are still this user's then."""
+        """Ends all nodes; returns when they are gone.
+
+        gives_back: whether to free their snapshot memory as well. If not, it is kept for the job's next start where the nodes
+        remain this user's.
+        """
         ...

@@ -23,15 +23,15 @@ from holdfast.protocol.wire.stored import read_stored_word
 
 RETRY_S = 0.05
 PATIENCE_S = 10.0
-"""How long an answer may take, and how long a coordinator may take that is being started again."""
+"""Seconds that an answer may take, and that the restart of a coordinator may take."""
 
 
 class RequestNotTaken(Exception):
-    """Nobody took the request: there is no coordinator yet, or it is about to leave the job to another one."""
+    """The request was not accepted: there is no coordinator yet, or it is handing over to another one."""
 
 
 class NoAnswer(UsageError):
-    """Nobody answers for the job: it has ended, or its coordinator was lost and nobody starts it again."""
+    """The job does not answer: it has ended, or its coordinator was lost and is not restarted."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -40,41 +40,41 @@ class Announcement(msgspec.Struct, frozen=True):
     kind: str
     """event, status, provide-node, release-node, ended or log."""
     value: Any
-    """Of a status a `JobView`, at the end a `JobReport`; else as JSON has it."""
+    """A `JobView` for a status, a `JobReport` for the end; else decoded JSON."""
 
 
 class Reach(Protocol):
-    """A way to the coordinator of one job, whichever it is now. An async context manager."""
+    """A connection to a job's current coordinator. An async context manager."""
 
     async def __aenter__(self) -> Reach: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def is_running(self) -> bool:
-        """Whether there may be a coordinator."""
+        """Whether the job may have a coordinator."""
         ...
 
     async def send(self, method: str, path: str, body: str) -> Answer:
-        """One request.
+        """Sends one request.
 
         Raises:
-            RequestNotTaken: it may be sent again.
+            RequestNotTaken: it was not accepted, and may be sent again.
             NoAnswer: the job is not running.
             aiohttp.ClientError, TimeoutError: it may have been carried out, or not.
         """
         ...
 
     def listen(self, after: int) -> AsyncGenerator[str]:
-        """Announcements after this event as JSON, of one connection from its beginning to its end; nothing where there is
-        none to be had."""
+        """The announcements of one connection, as JSON, beginning after the event with this number; none if there is no
+        connection."""
         ...
 
 
 class FolderReach:
-    """By the job's folder, which has the coordinator's address and the token."""
+    """Reaches the coordinator by the job's folder, which has its address and the token."""
 
     def __init__(self, job_dir: Path, token: str = "") -> None:
-        """token: of a job that this process runs; empty: it is read in the folder."""
+        """token: of a job that this process runs; empty: it is read from the folder."""
         self._job_dir = job_dir
         self._token, self._ours = token, bool(token)
 
@@ -87,7 +87,7 @@ class FolderReach:
                 "without this file no command can reach the running job; stop its launcher with Ctrl-C",
             )
         except FileNotFoundError:
-            # A simulated job never had one: its ledger is all that there is.
+            # A simulated job never had a token, only a ledger.
             if (self._job_dir / "spec.json").exists() and not jobs.is_running(self._job_dir):
                 raise self._not_running() from None
             raise UsageError(
@@ -107,9 +107,9 @@ class FolderReach:
         return NoAnswer(f"the job {name!r} is not running; `holdfast report --job {name}` shows what it did")
 
     def _where(self) -> Endpoint | None:
-        """None while the coordinator is still starting."""
-        # Asked before every attempt. The address in the folder outlives the coordinator, and another program
-        # may listen there now.
+        """The coordinator's address; None while it is starting. Raises NoAnswer if the job is not running."""
+        # Checked before every attempt: the address in the folder outlives the coordinator, and another program may listen there
+        # by now.
         if not self._ours and not jobs.is_running(self._job_dir):
             raise self._not_running()
         return read_endpoint(self._job_dir)
@@ -151,7 +151,7 @@ class JobClient:
     """HTTP to the coordinator of one job, with the job's token. An async context manager."""
 
     def __init__(self, job_dir: Path, reach: Reach | None = None) -> None:
-        """reach: the way to it; None: by the folder."""
+        """reach: how to reach the coordinator; None: by the folder."""
         self._name = job_dir.name
         self._reach: Reach = FolderReach(job_dir) if reach is None else reach
 
@@ -163,24 +163,24 @@ class JobClient:
         await self._reach.__aexit__(*exc)
 
     async def get(self, path: str) -> Any:
-        """A JSON page. Raises NoAnswer when nobody answers."""
+        """Reads a JSON page. Raises NoAnswer if there is no answer."""
         return self._read(await self.get_bytes(path))
 
     async def view(self) -> JobView:
-        """The job at this moment. Raises NoAnswer when nobody answers."""
+        """The job's current status. Raises NoAnswer if there is no answer."""
         answer = await self.get_bytes("/status")
         return decode(_views.decode, answer, self._unreadable, error=UsageError)
 
     async def get_bytes(self, path: str) -> bytes:
-        """Any page. Raises NoAnswer when nobody answers."""
+        """Reads any page. Raises NoAnswer if there is no answer."""
         return await self._request("GET", path)
 
     async def post(self, path: str, body: str = "", repeat: bool = False) -> Any:
-        """A request. repeat: asked for twice it is as good as once, so it is sent again where its answer was lost.
+        """Sends a request. repeat: it is idempotent, so that it is sent again if its answer was lost.
 
         Raises:
-            UsageError: the coordinator's words when it refuses.
-            NoAnswer: nobody answers.
+            UsageError: the coordinator refuses, with its message.
+            NoAnswer: there is no answer.
         """
         return self._read(await self._request("POST", path, body, repeat))
 
@@ -194,8 +194,8 @@ class JobClient:
     async def _request(self, method: str, path: str, body: str = "", repeat: bool = False) -> bytes:
         deadline = time.monotonic() + PATIENCE_S
         why = "it is still starting"
-        # Other requests are only sent again where nobody heard them. One that was sent and not answered may have
-        # been carried out, and a fault must not be injected twice.
+        # A request without `repeat` is sent again only if it was not accepted. One that was sent but not answered may have been
+        # carried out, and a fault, for example, must not be injected twice.
         while time.monotonic() < deadline:
             try:
                 return await self._send(method, path, body)
@@ -210,7 +210,7 @@ class JobClient:
 
     async def _send(self, method: str, path: str, body: str) -> bytes:
         answer = await self._reach.send(method, path, body)
-        # With this header alone: a coordinator that cannot write its ledger answers 503 as well, to be read by people.
+        # Only with this header: a coordinator that cannot write its ledger also answers 503, with a message for people.
         if answer.status == 503 and "Retry-After" in answer.headers:
             raise RequestNotTaken(answer.words)
         if answer.status >= 400:
@@ -221,21 +221,20 @@ class JobClient:
         return NoAnswer(f"the coordinator of the job {self._name!r} does not answer: {why}")
 
     async def watch(self, after: int = 0) -> AsyncIterator[Announcement]:
-        """Announcements, across restarts of the coordinator, until the job has ended or nothing of it runs.
+        """Announcements, across restarts of the coordinator, until the job has ended or is no longer running.
 
-        after: number (`seq`) of the last event that is known already.
+        after: number (`seq`) of the last event that the caller already has.
         """
         while await self._reach.is_running():
-            # Of this connection: the coordinator tells changes of what it sent by it.
+            # One for each connection, because the coordinator sends changes relative to what it has sent on that connection.
             view = ReceivedView(self._unreadable, UsageError)
-            # Closed at once and not by the garbage collector: the coordinator sends to every watcher that it
-            # believes to be there.
-            async with aclosing(self._reach.listen(after)) as heard:
-                async for text in heard:
+            # Closed explicitly instead of by the garbage collector, because the coordinator sends to every connection that is
+            # open.
+            async with aclosing(self._reach.listen(after)) as messages:
+                async for text in messages:
                     announcement = decode(_announcements.decode, text, self._unreadable, error=UsageError)
                     if announcement.kind == "event":
-                        # A new coordinator is asked for everything after this number, so that no event is
-                        # shown twice and none is missed.
+                        # The next connection asks for the events after this number, so that none is shown twice or missed.
                         seq = decode(_seq, announcement.value, self._unreadable, error=UsageError)
                         after = max(after, seq)
                     elif announcement.kind == WHOLE:
@@ -250,5 +249,5 @@ class JobClient:
                     yield announcement
                     if announcement.kind == "ended":
                         return
-            # There is no event for "the coordinator listens again": try.
+            # Polled, because there is no event for a coordinator that listens again.
             await asyncio.sleep(RETRY_S)

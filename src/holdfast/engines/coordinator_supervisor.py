@@ -1,4 +1,4 @@
-"""Keeps a job's coordinator running: it starts one, and another in its place when that dies, hangs or hands over."""
+"""Keeps a job's coordinator running: it starts one, and replaces it when it dies, hangs or hands over."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from holdfast.protocol.wire.stored import decode_file, word
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3
 GUARD_S = 2.0
-"""How often the files of the job's folder are looked for. A network's file system has no event for what others delete."""
+"""Interval at which the files of the job's folder are checked. Network file systems have no events for deletions by other
+machines."""
 STANDBY_S = 15.0
-"""So old is a job before another coordinator waits beside the one that serves: a short job needs none, and at its start the processor
-has better things to do."""
+"""Seconds before a standby coordinator is started: a short job needs none, and at the job's start others need the processor."""
 STANDBY_MOST_S = 600.0
-"""Between two attempts to have one."""
+"""Longest pause between two attempts to start a standby."""
 PAUSES_S = 1.0, 2.0, 5.0
-"""Before another attempt, where the system refuses what a coordinator needs; the last one again and again."""
+"""Pauses between attempts while the system refuses a resource that a coordinator needs; the last one is repeated."""
 OTHER_VERSION = (
     "the version of Holdfast that is now installed here differs from the one with which this job was started"
 )
@@ -49,41 +49,42 @@ def _way_back() -> str:
 
 
 class LauncherSuperseded(HoldfastError):
-    """Another launcher has the job now: nothing of it is to be touched."""
+    """Another launcher has taken over the job, so that this one must not touch it any more."""
 
 
 class Note(Protocol):
-    """Tells whoever looks on, and the log."""
+    """Shows a message to the user, and logs it."""
 
     def __call__(self, text: str, **fields: object) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """What every coordinator of a job is started with."""
+    """How the coordinators of a job are started."""
 
     job_dir: Path
     timing: Timing
     host: str
-    """By which others reach it."""
+    """Host name or address under which others reach the coordinator."""
     listener: socket.socket
-    """Stays this process's, and every coordinator gets it: while the job lives nobody else can listen there, and who connects
-    while there is no coordinator waits in the kernel for the next."""
+    """The listening socket, which this process keeps and passes to every coordinator. So no other process can listen there while
+    the job lives, and connections that are made while there is no coordinator wait in the kernel for the next one."""
     term: int = 0
     """See `protocol.leadership`."""
     inherited: tuple[int, ...] = ()
-    """File descriptors that it keeps open."""
+    """File descriptors that the coordinator keeps open."""
     copies: int = 0
-    """Of the ledger, at agents; 0: it is in a folder that outlives this machine, or the job does not."""
+    """Number of copies of the ledger at agents; 0: it is in a folder that outlives this machine, or the job does not outlive
+    it."""
     lifeline: int | None = None
-    """A pipe whose end says that the launcher is gone, which ends the job; None: the job outlives its launcher."""
+    """A pipe that is closed when the launcher is gone, which ends the job; None: the job outlives its launcher."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """By name, what others read in the job's folder. A file that is gone is put back."""
+    """Contents, by name, of files in the job's folder that others read. One that is missing or damaged is restored."""
     relock: Callable[[], str] = str
-    """Called together with that: see `JobFolder.relock`."""
+    """Called whenever the files are checked: see `JobFolder.relock`."""
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
-    """The name of all of them: they share an address, so whoever knows the first finds the next, also where the folder cannot be
-    written."""
+    """Name that all coordinators have in common, as they share an address: a process that knows one of them finds the next, even
+    if the folder cannot be written."""
 
 
 @dataclass
@@ -93,33 +94,34 @@ class _Started:
     process: asyncio.subprocess.Process
     liveness: int
     gate: int = -1
-    """A pipe into which is written when it is its turn; -1: it has begun."""
+    """Write end of a pipe that lets a standby start to serve; -1: it has started."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> None:
-        """It is its turn."""
+        """Lets the process start to serve."""
         self.taken.set()
         if self.gate >= 0:
-            with suppress(BrokenPipeError):  # it has ended just now, as any coordinator may
+            with suppress(BrokenPipeError):  # it has just ended, as any coordinator may
                 os.write(self.gate, b"!")
         self.close_gate()
 
     def close_gate(self) -> None:
-        """One that still waits ends."""
+        """Closes the gate, which ends a process that still waits at it."""
         if self.gate >= 0:
             os.close(self.gate)
         self.gate = -1
 
 
 class CoordinatorSupervisor:
-    """One coordinator at a time, until the job is over. `close` ends what is left.
+    """Runs one coordinator at a time, until the job is over. `close` ends what is left.
 
-    The next one waits beside it, with everything imported: it serves a second sooner than a process that is started then, and it
-    needs nothing that may be missing by then (a process, memory, the files of the installation, which may be of another version).
+    A standby with everything imported waits beside it: it serves a second sooner than a process that is started when it is
+    needed, and it does not depend on what may be missing by then (a process, memory, the files of the installation, perhaps of
+    another version).
     """
 
     def __init__(self, config: CoordinatorConfig, note: Note, started: Callable[[], None]) -> None:
-        """started: called for each coordinator that was started."""
+        """started: called after the start of each coordinator."""
         self._config, self._note, self._started = config, note, started
         self._coordinator: asyncio.subprocess.Process | None = None
         self._liveness = -1
@@ -131,10 +133,11 @@ class CoordinatorSupervisor:
         self._sleep = asyncio.sleep
 
     async def start(self) -> None:
-        """Starts one. Call it once: the others follow by themselves."""
+        """Starts the first coordinator. Called once; `keep` starts the others. Raises OSError if the system refuses a
+        resource."""
         config = self._config
-        for told in self._put_back():
-            self._note(told)
+        for message in self._put_back():
+            self._note(message)
         self._close_liveness()
         started, self._next = self._next, None
         if started is None or started.process.returncode is not None:
@@ -144,7 +147,7 @@ class CoordinatorSupervisor:
         if self._standing_by is None:
             self._standing_by = asyncio.create_task(self._stand_by())
         _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": config.term})
-        if self._leave_by is not None:  # it was asked for while this one was being started
+        if self._leave_by is not None:  # the end was requested while this one was being started
             self._coordinator.send_signal(self._leave_by)
         self._started()
 
@@ -178,14 +181,14 @@ class CoordinatorSupervisor:
         return _Started(process, reads)
 
     async def _stand_by(self) -> None:
-        """Has one wait for its turn, and another when that has come. Until cancelled."""
-        pause_s, told = STANDBY_S, False
+        """Keeps a standby coordinator, and starts another one when it is used. Runs until cancelled."""
+        pause_s, noted = STANDBY_S, False
         while True:
             await asyncio.sleep(pause_s)
             gate, opens = os.pipe2(os.O_CLOEXEC)
             try:
                 standby = await self._spawn(gate)
-            except OSError:  # nothing depends on it
+            except OSError:  # a standby is optional
                 os.close(opens)
                 pause_s = min(2 * pause_s, STANDBY_MOST_S)
                 continue
@@ -208,18 +211,18 @@ class CoordinatorSupervisor:
             standby.close_gate()
             os.close(standby.liveness)
             pause_s = min(2 * pause_s, STANDBY_MOST_S)
-            if standby.process.returncode == EXIT_OTHER_VERSION and not told:
-                told = True
+            if standby.process.returncode == EXIT_OTHER_VERSION and not noted:
+                noted = True
                 self._note(
                     f"{OTHER_VERSION}. If the coordinator of this job is lost, it cannot be replaced: {_way_back()}"
                 )
 
     async def keep(self) -> None:
-        """Waits until the job is over, or this process is not to keep it any more: see `hand_over` and `end_now`.
+        """Keeps a coordinator running until the job is over, or until `hand_over` or `end_now` was called.
 
         Raises:
             LauncherSuperseded: another coordinator runs the job.
-            HoldfastError: it ends by itself again and again.
+            HoldfastError: the coordinator repeatedly ends by itself.
         """
         failures = 0
         while True:
@@ -229,8 +232,8 @@ class CoordinatorSupervisor:
                 return
             if code == EXIT_SUPERSEDED:
                 raise LauncherSuperseded("another coordinator runs the job")
-            # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
-            # One that ends by itself three times in a row would do so for ever.
+            # That a coordinator was killed by a signal or handed over says nothing about the next one. But if it ends by itself
+            # three times in a row, it would do so for ever.
             handed_over, refused = code == EXIT_HANDED_OVER, code in (EXIT_NO_ROOM, EXIT_OTHER_VERSION)
             failures = failures + 1 if code > 0 and not handed_over and not refused else 0
             if failures >= ATTEMPTS:
@@ -249,8 +252,8 @@ class CoordinatorSupervisor:
                 return
 
     async def _start_again(self) -> bool:
-        """Starts the next one, as soon as this machine has a process, memory and descriptors for it. False: none is wanted any
-        more."""
+        """Starts the next coordinator, as soon as this machine has a process, memory and descriptors for it. False: the end was
+        requested in the meantime."""
         while self._leave_by is None:
             try:
                 await self.start()
@@ -261,29 +264,29 @@ class CoordinatorSupervisor:
         return False
 
     async def _wait_for_room(self, why: str) -> None:
-        # Training goes on meanwhile, and would end with this process. So there is no last attempt.
+        # Training continues in the meantime, and would end with this process. So the attempts never end.
         await self._wait(
             f"the job has no coordinator: the system refuses a resource that it needs ({why}). Workers continue to "
             "train; starting the coordinator is retried until it succeeds"
         )
 
-    async def _wait(self, told: str) -> None:
+    async def _wait(self, message: str) -> None:
         if self._refusals == 0:
-            self._note(told)
+            self._note(message)
         pause_s = PAUSES_S[min(self._refusals, len(PAUSES_S) - 1)]
         self._refusals += 1
         await self._sleep(pause_s)
 
     async def _guard_files(self) -> None:
-        """Puts back what somebody deletes: also nodes that come later, and commands, read these files."""
+        """Restores files that somebody deletes, since commands and nodes that join later read them."""
         while True:
-            # On a thread: the folder may hang, and this process must not.
-            for told in await asyncio.to_thread(self._put_back):
-                self._note(told)
+            # In a thread, because the file system may hang, but this process must not.
+            for message in await asyncio.to_thread(self._put_back):
+                self._note(message)
             await asyncio.sleep(GUARD_S)
 
     def _put_back(self) -> list[str]:
-        told = [done] if (done := self._config.relock()) else []
+        messages = [done] if (done := self._config.relock()) else []
         for name, content in self._config.files.items():
             path = self._config.job_dir / name
             what = _trouble(path)
@@ -292,22 +295,22 @@ class CoordinatorSupervisor:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 work = path.with_name(f".{path.name}.{os.getpid()}")
-                # For its owner alone from the first moment: one of them is the token.
+                # Readable only for the owner from the first moment, since one of the files is the token.
                 fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
                 with os.fdopen(fd, "wb") as out:
                     out.write(content)
                 work.replace(path)
             except OSError as error:
                 if path not in self._lost:
-                    told.append(f"{path} is {what} and cannot be restored: {error.strerror}")
+                    messages.append(f"{path} is {what} and cannot be restored: {error.strerror}")
                 self._lost.add(path)
             else:
                 self._lost.discard(path)
-                told.append(f"{path} was {what} and has been restored")
-        return told
+                messages.append(f"{path} was {what} and has been restored")
+        return messages
 
     def hand_over(self) -> None:
-        """Asks the coordinator to leave the job to one that somebody else starts; `keep` returns."""
+        """Asks the coordinator to hand over to one that another process starts; `keep` returns."""
         self._signal(signal.SIGTERM)
 
     def end_now(self) -> None:
@@ -320,7 +323,7 @@ class CoordinatorSupervisor:
             self._coordinator.send_signal(number)
 
     async def close(self) -> None:
-        """Ends the coordinator, if it is still there, and the one that waits."""
+        """Ends the coordinator, if it still runs, and the standby."""
         if self._standing_by is not None:
             self._standing_by.cancel()
             await asyncio.wait({self._standing_by})
@@ -335,13 +338,13 @@ class CoordinatorSupervisor:
         self._close_liveness()
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
-        """Waits for the coordinator's end. One that is stopped or hangs is killed."""
+        """Waits for the end of a coordinator; returns its exit code. One that is stopped or hangs is killed."""
         ended = asyncio.create_task(coordinator.wait())
         watching = asyncio.create_task(self._end_if_hung(coordinator))
         guarding = asyncio.create_task(self._guard_files())
         try:
-            # The watcher may fail, for example where /proc cannot be read. The job does not need it, so its
-            # failure is noted and the coordinator is still waited for.
+            # The watcher may fail, for example if /proc cannot be read. The job does not need it, so its failure is reported and
+            # the wait continues.
             await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done() and (error := watching.exception()) is not None:
                 self._note(f"a hang of the coordinator can no longer be detected: {error!r}")
@@ -354,14 +357,14 @@ class CoordinatorSupervisor:
     async def _end_if_hung(self, coordinator: asyncio.subprocess.Process) -> None:
         silence = Silence(self._config.timing)
         while (why := silence.verdict()) is None:
-            await asyncio.sleep(silence.every_s)  # silence is no event
+            await asyncio.sleep(silence.every_s)  # there is no event for silence
             if spoke := has_spoken(self._liveness):
                 self._refusals = 0
             silence.looked(spoke, look(coordinator.pid))
         self._note(f"killing the coordinator: {why}", pid=coordinator.pid)
         if coordinator.returncode is None:
-            # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes
-            # on from the ledger.
+            # SIGKILL, because a stopped process does not react to any other signal. The next coordinator continues from the
+            # ledger.
             coordinator.kill()
 
     def _close_liveness(self) -> None:
@@ -371,8 +374,8 @@ class CoordinatorSupervisor:
 
 
 def _trouble(path: Path) -> str:
-    """What is wrong with a file of the job's folder; empty: nothing. One that can be read is left alone, whatever it says: it
-    may be of a start that comes after this one."""
+    """What is wrong with a file of the job's folder; empty: nothing. A file that can be read is left alone whatever its content
+    is, since it may belong to a later start of the job."""
     try:
         decode_file(_anything.decode if path.suffix == ".json" else word, path)
     except (FileNotFoundError, NotADirectoryError):
@@ -380,7 +383,7 @@ def _trouble(path: Path) -> str:
     except Damaged:
         return "damaged"
     except OSError:
-        return ""  # nothing is known of it
+        return ""  # it may be in order
     return ""
 
 
@@ -391,7 +394,7 @@ def listen(host: str, port: int) -> socket.socket:
     """The listening socket of a job.
 
     Raises:
-        UsageError: the port cannot be had.
+        UsageError: the port cannot be used.
     """
     try:
         return listening(host, port, BACKLOG)
@@ -407,21 +410,22 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Look(NamedTuple):
-    """What is seen of a process."""
+    """An observation of a process."""
 
     state: str
-    """Its letter in /proc/PID/stat; 'X' when it is gone."""
+    """Its state letter in /proc/PID/stat; 'X' if it is gone."""
     used_s: float
-    """Processor time that it has used so far."""
+    """Processor time that it has used so far, in seconds."""
 
 
 class Silence:
-    """How long a coordinator has been silent: its loop writes into a pipe, and this counts the looks at which nothing came.
+    """Measures how long a coordinator has been silent. Its event loop writes into a pipe, which is polled.
 
-    It counts from its first word on: a start takes as long as it takes; but one that is stopped is never about to speak. Nothing
-    healthy may be ended because somebody was slow, so a look counts for the time between two looks at most: a launcher that was
-    itself stopped, or came late, finds one silent look. And only time counts in which the coordinator could have spoken: not
-    what it spends waiting for a disk, as it would after a restart, too, and of a wait for the processor only what it got of it.
+    Silence counts only from the first message on, because a start may take any time; a stopped process counts from the beginning.
+    A healthy coordinator must not be ended because something else was slow. So each look counts for at most the time between two
+    looks: a launcher that was itself stopped or late finds one silent look. And only time counts in which the coordinator could
+    have written: not the time it waits for a disk, which it would also do after a restart, and of the time it waits for the
+    processor only the processor time that it got.
     """
 
     def __init__(self, timing: Timing) -> None:
@@ -432,13 +436,13 @@ class Silence:
 
     @property
     def every_s(self) -> float:
-        """From one look to the next: in between it speaks twice."""
+        """Seconds between two looks, in which a healthy coordinator writes twice."""
         return self._timing.heartbeat_s
 
     def looked(self, spoke: bool, look: Look) -> None:
-        """One look. spoke: something came since the last one."""
-        # The processor time since the last look. A coordinator that was ready to run and got no processor
-        # could not have spoken.
+        """Records a look. spoke: whether the coordinator has written since the last one."""
+        # The processor time since the last look. A coordinator that was ready to run but did not get the processor could not
+        # have written.
         used_s, self._used_s = look.used_s - self._used_s, look.used_s
         stopped = look.state in "Tt"
         self.stopped_s = self.stopped_s + self.every_s if stopped and not spoke else 0.0
@@ -448,13 +452,13 @@ class Silence:
             self.silent_s = 0.0
         elif look.state == "R":
             self.silent_s += min(used_s, self.every_s)
-        # D is a wait for a disk. A coordinator that is restarted would wait for the same disk.
+        # D means that it waits for a disk, for which a restarted coordinator would wait as well.
         elif look.state != "D":
             self.silent_s += self.every_s
 
     def verdict(self) -> str | None:
-        """What is wrong with it; None: nothing that is known."""
-        # Stopped is seen and not inferred, so a shorter time is enough for it than for silence.
+        """What is wrong with the coordinator; None: nothing is known to be."""
+        # That a process is stopped is observed and not inferred, so a shorter time is enough than for silence.
         if self.stopped_s >= self._timing.detection_s:
             return f"its process has been stopped for {self.stopped_s:g} s"
         if self.silent_s >= self._timing.hang_s:
@@ -463,7 +467,7 @@ class Silence:
 
 
 def has_spoken(liveness: int) -> bool:
-    """Whether something came. liveness: the reading end, which does not block."""
+    """Whether the coordinator has written into its liveness pipe. liveness: the non-blocking read end."""
     try:
         return bool(os.read(liveness, READ_BYTES))
     except BlockingIOError:
@@ -471,7 +475,7 @@ def has_spoken(liveness: int) -> bool:
 
 
 def look(pid: int) -> Look:
-    """A look at a child of this process that was not waited for, so that the number is its own."""
+    """Observes a child of this process that has not been waited for, so that its pid cannot belong to another process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The job's folder on a machine that does not share the launcher's, and whether the job can run there."""
+"""Prepares the job's folder on machines that do not share the launcher's, and checks whether the job can run there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.protocol.network.proof import is_same
 from holdfast.protocol.wire.stored import read_stored_word
 
 _MARKER = "here-"
-"""Begins the name of a marker."""
+"""Prefix of a marker's name."""
 
 
 def find_environment_problems(
@@ -27,7 +27,7 @@ def find_environment_problems(
 ) -> list[str]:
     """Why the job's script cannot run on this machine; each a sentence without the machine's name.
 
-    digest: SHA-256 of the script, in hex; empty where it is not known.
+    digest: SHA-256 of the script, in hex; empty: not known.
     """
     found = []
     folder = Path(cwd)
@@ -52,7 +52,11 @@ def find_environment_problems(
 def find_tier_problem(url: str, own: Path, shared: bool, name: str) -> str:
     """Why a durable tier cannot be used from this machine; empty: it can.
 
-    own: the launcher's folder of the job. shared: whether this machine sees it. name: of the `Markers`.
+    Args:
+        url: the tier's.
+        own: the launcher's folder of the job.
+        shared: whether this machine sees that folder.
+        name: of the `Markers`.
     """
     folder = Path(url.removeprefix("file://"))
     seen = shared if folder.is_relative_to(own) else is_marked(folder, name)
@@ -63,8 +67,8 @@ def find_tier_problem(url: str, own: Path, shared: bool, name: str) -> str:
             return f"--checkpoint {url}: {error}"
         return ""
     if not seen:
-        # That a folder of this path is here proves nothing: every machine may have one. Checkpoints of some nodes would be
-        # where the others never look, and the job would only find out when it needs them.
+        # That this path exists here proves nothing, because every machine may have such a folder. Then some nodes' checkpoints
+        # would be where the other nodes never look, and the job would notice only when it needs them.
         return (
             f"the checkpoints' folder {folder} is not shared with the launching machine; use --checkpoint with a "
             "folder on a file system that all hosts share, or with an object store"
@@ -73,10 +77,11 @@ def find_tier_problem(url: str, own: Path, shared: bool, name: str) -> str:
 
 
 class Markers:
-    """Files by which a machine knows the folders that it shares with the launcher's."""
+    """Files by which a machine recognizes the folders that it shares with the launcher's machine. They exist within the
+    context."""
 
     def __init__(self, spec: JobSpec, job_dir: Path, name: str) -> None:
-        """name: of these files. A machine is asked for it, so no other markers that may be there at the same time have it."""
+        """name: of these files. It must be unique among markers that exist at the same time, because machines look for it."""
         folders = [Path(t.url.removeprefix("file://")) for t in spec.saving.tiers if _is_folder(t.url)]
         own = [f for f in folders if not f.is_relative_to(job_dir)]
         self._files = [folder / (_MARKER + name) for folder in (job_dir, *own)]
@@ -101,7 +106,7 @@ def _is_folder(url: str) -> bool:
 
 
 def has_token(folder: Path, token: str) -> bool:
-    """Whether the folder is of this start of the job."""
+    """Whether the folder has been prepared for this start of the job, which has this token."""
     try:
         return is_same(read_stored_word(folder / "token"), token)
     except (OSError, UsageError):
@@ -109,7 +114,7 @@ def has_token(folder: Path, token: str) -> bool:
 
 
 def prepare_folder(folder: Path, spec: JobSpec, token: str, identity: str) -> None:
-    """Makes the folder ready for an agent. Nothing is done where it is of this start already: it may be the launcher's own.
+    """Prepares the folder for an agent. Does nothing if it belongs to this start already: it may be the launcher's own.
 
     identity: of the job's snapshot memory, see `jobs.JobFolder.memory`.
     """
@@ -119,8 +124,8 @@ def prepare_folder(folder: Path, spec: JobSpec, token: str, identity: str) -> No
     (folder / "token").unlink(missing_ok=True)
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     (folder / "identity").write_text(identity)
-    # Last, for it says that the rest is there: whoever is killed before this line has prepared nothing. As in
-    # JobFolder.prepare, nobody else can read it at any moment.
+    # The token comes last because it means that the rest is complete: after a kill before this line the folder counts as not
+    # prepared. As in JobFolder.prepare, other users can never read it.
     with os.fdopen(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(token)
     jobs.sweep_memory()

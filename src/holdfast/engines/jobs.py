@@ -32,7 +32,7 @@ def home() -> Path:
     """`$HOLDFAST_HOME`, by default `~/.holdfast`.
 
     Raises:
-        UsageError: there is none, or its name is not UTF-8.
+        UsageError: the user has no home folder, or the path is not UTF-8.
     """
     try:
         path = Path(os.environ.get("HOLDFAST_HOME") or Path.home() / ".holdfast")
@@ -55,18 +55,18 @@ def job_dir(name: str) -> Path:
 
 
 def memory_root() -> Path:
-    """Where snapshot memory of this user's and this home's jobs is."""
+    """The folder of the snapshot memory of this user's jobs in this home."""
     return memory_base() / xxhash.xxh3_64_hexdigest(str(home().absolute()).encode())
 
 
 def default_name(script: str) -> str:
-    """A new name from the script's: `train-1121-093015`."""
+    """A new name from the script's name and the time: `train-1121-093015-5f3a`."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(script).stem) or "job"
     return f"{stem}-{datetime.now():%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def check_name(name: str, option: str = "--job") -> str:
-    """Raises UsageError for a name that is no good as a folder. option: as which it was given."""
+    """Returns the name. Raises UsageError if it cannot be the name of a folder. option: the one it was given with."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise UsageError(
             f"{option} {name!r}: must begin with a letter or digit and may contain only letters, digits, '.', '_' "
@@ -76,21 +76,21 @@ def check_name(name: str, option: str = "--job") -> str:
 
 
 def newest_job() -> str | None:
-    """The job that was started last."""
+    """Name of the job that was started last; None: there are no jobs."""
     newest = folders()[:1]
     return newest[0].name if newest else None
 
 
 def folders() -> list[Path]:
-    """Of all jobs, the one that was started last first."""
+    """The folders of all jobs, beginning with the one that was started last."""
     found = [d for d in (home() / "jobs").glob("*") if (d / "spec.json").is_file()]
-    # By spec.json, which is written once per start. The folder's own time changes with everything that is put
-    # into it.
+    # By the time of spec.json, which is written once per start. The folder's own time changes with everything that is put into
+    # it.
     return sorted(found, key=lambda d: (d / "spec.json").stat().st_mtime, reverse=True)
 
 
 def existing(name: str | None) -> Path:
-    """The folder of a job that was started at some time; without a name the newest.
+    """The folder of an existing job; without a name, of the newest one.
 
     Raises:
         UsageError: there is none.
@@ -110,19 +110,20 @@ def existing(name: str | None) -> Path:
 
 EXIT_FINISHED, EXIT_FAILED = 0, 1
 EXIT_UNSAVED = 3
-"""Training came to its end, or was stopped; its last state is in no durable tier."""
+"""Training has finished or was stopped, but its last state is in no durable tier."""
 EXIT_STOPPED = 75
-"""Stopped before its end: started again under its name, the job goes on from what was saved. (`EX_TEMPFAIL` of sysexits.h: "the
-user is invited to retry".) Not 0: `holdfast run ... && python eval.py` must not evaluate half a training."""
+"""Stopped before its end: if it is started again under its name, the job continues from what was saved. (`EX_TEMPFAIL` of
+sysexits.h: "the user is invited to retry".) Not 0: `holdfast run ... && python eval.py` must not evaluate an unfinished
+training."""
 EXIT_LEFT = 130
-"""The command was left by Ctrl-C, and the job goes on: 128 + SIGINT, as shells have it."""
+"""The command was ended by Ctrl-C while the job continues: 128 + SIGINT, as in shells."""
 LEFT = "left"
-"""Instead of a job's outcome: the command was left while the job runs."""
+"""Used in place of a job's outcome: the command was ended while the job runs."""
 
 
 def exit_code(report: JobReport) -> int:
-    """The exit code of a command that ran or followed a job, from the job's report: `outcome`, and `unsaved` where the newest
-    state is in no durable tier."""
+    """The exit code of a command that ran or followed a job, from the report's `outcome` and from `unsaved`, which is set if the
+    newest state is in no durable tier."""
     outcome = report.outcome
     if outcome == LEFT:
         return EXIT_LEFT
@@ -134,30 +135,30 @@ def exit_code(report: JobReport) -> int:
 
 
 def read_report(path: Path, what: str = "", error: type[Exception] = Damaged) -> JobReport:
-    """A report; arguments as of `decode_file`.
+    """Reads a report. Arguments as for `decode_file`.
 
     Raises:
         OSError: it cannot be read.
-        Damaged: or `error`: it is not the report of a job.
+        Damaged: (or `error`) it is not the report of a job.
     """
     return decode_file(reports.decode, path, what, error=error)
 
 
 class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A job that a cluster runs somewhere else, as its folder has it. Locks do not reach across machines
-    reliably."""
+    """Record in a job's folder that a cluster runs the job. The folder's lock would not do, since locks do not work reliably
+    across machines."""
 
     engine: str
     id: str
-    """The cluster's own."""
+    """The job's id in the cluster."""
     over: bool = False
-    """Nothing of it runs any more."""
+    """Whether nothing of it runs any more."""
     namespace: str = ""
-    """Kubernetes': where the job's object is."""
+    """The namespace of the job's object in Kubernetes."""
     context: str = ""
-    """Of the kubeconfig; empty: its current one."""
+    """Context of the kubeconfig; empty: its current one."""
     name: str = ""
-    """Kubernetes': the object's, where the folder has another: two jobs of one name are in two namespaces."""
+    """Name of the object in Kubernetes if the folder has another one, because two jobs of one name are in two namespaces."""
 
 
 _allocations = msgspec.json.Decoder(Allocation)
@@ -165,7 +166,7 @@ _specs = msgspec.json.Decoder(JobSpec)
 
 
 def read_allocation(folder: Path) -> Allocation | None:
-    """None for a job of this machine."""
+    """The allocation of a job; None: it is not one of a cluster."""
     try:
         return read_stored(
             folder / "allocation.json",
@@ -184,10 +185,10 @@ def write_allocation(folder: Path, allocation: Allocation) -> None:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether the job's launcher or its coordinator lives: either holds the lock, or the job is a cluster's and not
-    over. (One that a cluster lost without a word is not known to be over.)"""
+    """Whether a job is running: its launcher or coordinator holds the lock, or a cluster runs it and its end is not recorded. (A
+    job that a cluster has lost without a record counts as running.)"""
     allocation = read_allocation(folder)
-    # Before the lock. Locks on a shared file system may only hold on the machine that took them.
+    # Checked before the lock, because locks on a shared file system may have an effect only on the machine that took them.
     if allocation is not None and not allocation.over:
         return True
     try:
@@ -195,8 +196,8 @@ def is_running(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        # Shared and given back at once, so that two commands that ask at the same time do not take each other
-        # for the job.
+        # A shared lock that is released at once, so that two commands that check at the same time do not take each other for the
+        # job.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -206,10 +207,10 @@ def is_running(folder: Path) -> bool:
 
 
 def find_checkpoints(spec: JobSpec, note: Callable[[str], None]) -> Resume:
-    """The checkpoints of all durable tiers to go on from, of one step the first tier's before others'.
+    """The checkpoints of all durable tiers to resume from, newest first; for the same step in the order of the tiers.
 
-    Their manifests, heads and sizes are looked at, not every byte: that is done as they are loaded, and the coordinator
-    takes the next older one if one proves to be damaged then.
+    Only their manifests, headers and sizes are checked. The rest is checked when a checkpoint is loaded, and the coordinator uses
+    the next older one if it turns out to be damaged.
     """
     there: list[Durable] = []
     passed_over: list[str] = []
@@ -227,10 +228,10 @@ def find_checkpoints(spec: JobSpec, note: Callable[[str], None]) -> Resume:
 
 
 def free_memory(name: str) -> int:
-    """Gives back the snapshot memory of a job that does not run; returns its bytes.
+    """Frees the snapshot memory of a job that does not run; returns the number of bytes.
 
     Raises:
-        UsageError: the job is running: its memory is in use.
+        UsageError: the job is running, so that its memory is in use.
     """
     folder = JobFolder(name)
     try:
@@ -243,16 +244,16 @@ def free_memory(name: str) -> int:
 
 
 def memory_of(folder: Path) -> Path:
-    """The snapshot memory of a job that was started.
+    """The folder of a job's snapshot memory. The job must have been started.
 
     Raises:
-        UsageError: what names it is damaged.
+        UsageError: the file with its identity is damaged.
     """
     return memory_root() / f"{folder.name}-{read_stored_word(folder / 'identity', MEMORY_ADVICE)}"
 
 
 def sweep_memory() -> None:
-    """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
+    """Frees the snapshot memory of jobs that were killed and whose folder no longer exists."""
     known, unknown = set[str](), list[str]()
     for path in (home() / "jobs").glob("*/identity"):
         try:
@@ -260,16 +261,16 @@ def sweep_memory() -> None:
         except FileNotFoundError:
             continue  # removed just now
         except UsageError:
-            unknown.append(f"{path.parent.name}-")  # any of that name may be this job's
-    # By the identity and not by the name: a folder that was removed and made again is another job, whose
-    # memory has another name.
+            unknown.append(f"{path.parent.name}-")  # any memory with that name may be this job's
+    # By the identity and not by the name alone: a folder that was removed and created again is another job, whose memory has
+    # another identity.
     for folder in memory_root().glob("*"):
         if folder.name not in known and not folder.name.startswith(tuple(unknown)):
             remove_memory(folder)
 
 
 def read_spec(folder: Path) -> JobSpec:
-    """What the job was started with.
+    """The specification that the job was started with.
 
     Raises:
         UsageError: it cannot be read.
@@ -282,7 +283,7 @@ def read_spec(folder: Path) -> JobSpec:
 
 
 def check_own(folder: Path) -> None:
-    """Raises UsageError for a job's folder in which others could change what the job runs, or read its token."""
+    """Raises UsageError if other users could change what the job runs in its folder, or read its token."""
     try:
         refuse_open_to_others(folder, "the job's folder")
     except OSError as error:
@@ -290,10 +291,10 @@ def check_own(folder: Path) -> None:
 
 
 class JobFolder:
-    """A job's folder, locked for as long as launcher or coordinator live."""
+    """A job's folder, locked as long as the launcher or the coordinator lives."""
 
     def __init__(self, name: str, here: bool = True) -> None:
-        """here: False within an allocation, which has the job: it is not locked.
+        """here: whether to lock it. False within an allocation, see `Allocation`.
 
         Raises:
             UsageError: a job of this name is running, or others can write to the folder.
@@ -303,7 +304,7 @@ class JobFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            # A file where a folder is to be is the usual reason, and then the error's own text is the wrong way round.
+            # Usually there is a file at the place of a folder, and then the error's own text is misleading.
             blocking = next(
                 (p for p in (self.path, *self.path.parents) if p.exists() and not p.is_dir()), None
             )
@@ -316,8 +317,11 @@ class JobFolder:
         self._locks = [self.lock]
 
     def relock(self) -> str:
-        """Locks the job anew where the file of its lock is gone: another launcher of the job would else find it free. Returns what was
-        done; empty: nothing was to be done."""
+        """Locks the job again if its lock file was deleted, as otherwise another launcher of the job would find it free.
+
+        Returns:
+            A message about what was done; empty: nothing.
+        """
         path = self.path / "lock"
         if not self._locks:
             return ""
@@ -327,7 +331,7 @@ class JobFolder:
         except FileNotFoundError:
             pass
         except OSError:
-            return ""  # the folder is away
+            return ""  # the folder cannot be reached
         try:
             self._locks.append(self._lock(self.path.name))
         except (OSError, UsageError):
@@ -335,8 +339,8 @@ class JobFolder:
         return f"{path} was missing and has been restored"
 
     def _lock(self, name: str) -> int:
-        # The descriptor is inherited by the coordinator. The job counts as running until the launcher and the
-        # coordinator are both gone, and a crash needs no clean-up.
+        # The coordinator inherits the descriptor. So the job counts as running until both the launcher and the coordinator are
+        # gone, and nothing needs to be cleaned up after a crash.
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -350,33 +354,33 @@ class JobFolder:
 
     @property
     def memory(self) -> Path:
-        """The job's snapshot memory. The identity keeps a new job from adopting what one of its name left."""
+        """The folder of the job's snapshot memory. Because of the identity, a new job does not adopt an earlier job's of its
+        name."""
         path = self.path / "identity"
         if not path.exists():
-            # In the folder, so that it lives as long as the job: a folder that was removed and made again is
-            # another job, and must not adopt the state of the first.
+            # Stored in the folder, so that it exists as long as the job: a folder that was removed and created again is another
+            # job, which must not adopt the state of the first.
             path.write_text(secrets.token_hex(4))
         return memory_of(self.path)
 
     def identify(self) -> None:
-        """Chooses the name of the job's memory, so that other machines find it."""
+        """Chooses the identity of the job's snapshot memory, which other machines then use as well."""
         _ = self.memory
 
     def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Resume:
-        """Makes the folder ready for a start; returns the checkpoints to go on from.
+        """Prepares the folder for a start; returns the checkpoints to resume from.
 
-        `note` is told of those that are not whole, and how far it is when that takes long.
+        note: receives messages about incomplete checkpoints, and the progress if this takes long.
         """
         before = self._report()
         if before is not None and before.outcome == "finished" and before.in_memory is None:
-            # Everything of a finished job is in its durable tiers. With a new identity the next start begins
-            # with empty memory, and the sweep removes the old one.
+            # The state of a finished job is in its durable tiers. With a new identity the next start begins with empty memory,
+            # and the sweep removes the old one.
             (self.path / "identity").unlink(missing_ok=True)
         sweep_memory()
         self.put_away()
         token = self.path / "token"
-        # A new token for each start. Processes that an earlier start left behind cannot prove themselves to
-        # this one.
+        # A new token for each start, so that processes left over from an earlier start cannot authenticate to this one.
         token.unlink(missing_ok=True)
         # Created with its mode and exclusively: at no moment can another user read it, and a link that
         # somebody put there is not followed.
@@ -384,21 +388,20 @@ class JobFolder:
         with os.fdopen(fd, "w") as out:
             out.write(secrets.token_urlsafe(32))
         (self.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
-        # After the old ledger is put away. A start that dies in between begins anew and finds the same
-        # checkpoints.
+        # Written after the old ledger was put away. A start that dies in between is repeated, and finds the same checkpoints.
         resume = find_checkpoints(spec, note)
         (self.path / "resume.json").write_bytes(msgspec.json.encode(resume))
         return resume
 
     def _report(self) -> JobReport | None:
-        """Of the run before; None where there was none, or it was killed."""
+        """The report of the previous run; None: there was none, or it was killed."""
         try:
             return read_report(self.path / "report.json")
         except (OSError, Damaged):
             return None
 
     def put_away(self) -> None:
-        """The ledger, report and logs of the run before go into `runs/N`."""
+        """Moves the ledger, report and logs of the previous run to `runs/N`."""
         ledgers = sorted(p.name for p in self.path.glob("job*.sqlite*"))
         if FIRST not in ledgers:
             for name in ("coordinator.json", *ledgers):
@@ -407,14 +410,14 @@ class JobFolder:
         old = [p for p in (*ledgers, "report.json", "logs") if (self.path / p).exists()]
         if not old:
             return
-        # Here, because it reads what the core wrote: a process that only opens a job's folder does without the core.
+        # Imported here because it needs the coordinator's modules, which a process that only opens a job's folder does not.
         from holdfast.engines import starts
 
         runs = self.path / "runs"
         numbers = [int(d.name) for d in runs.glob("*") if d.name.isdigit()]
         to = runs / str(max(numbers, default=0) + 1)
         to.mkdir(parents=True)
-        # With the old address gone no command can take an earlier coordinator's port for this job.
+        # The old address goes as well, so that no command uses an earlier coordinator's port for this job.
         for name in (*old, "coordinator.json"):
             if (self.path / name).exists():
                 (self.path / name).rename(to / name)
@@ -426,7 +429,7 @@ class JobFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         while self._locks:
             if (lock := self._locks.pop()) >= 0:
                 os.close(lock)
