@@ -49,14 +49,15 @@ from holdfast.web.sessions import CODE_PATH
 
 _log = logging.getLogger(__name__)
 KILLED = "killed"
-"""The outcome of a job whose coordinator wrote no report."""
+"""Outcome of a job whose coordinator wrote no report."""
 
 
 class Launcher(ABC):
-    """Runs one job. A subclass says where its nodes come from.
+    """Runs one job. A subclass provides its nodes.
 
     Attributes:
-        host, port: where the coordinator listens. term: see `protocol.leadership`.
+        host, port: where the coordinator listens.
+        term: see `protocol.leadership`.
         inherited: file descriptors that the coordinator keeps open.
         relock: see `CoordinatorConfig`.
     """
@@ -77,10 +78,10 @@ class Launcher(ABC):
         self._listener: socket.socket | None = None
         self._port: int | None = None
         self._token = ""
-        # The write end is held by this process alone and nothing is ever written. When the process ends, in
-        # whatever way, the kernel closes it, and all that hold the read end know.
+        # Only this process holds the write end, and nothing is ever written. However the process ends, the kernel closes it,
+        # which is visible at the read end.
         self._lifeline, self._held = os.pipe()
-        self._told: JobReport | None = None
+        self._announced_report: JobReport | None = None
         self._blind = False
         self._page_shown = False
         self._orders: asyncio.Queue[EngineOrder] = asyncio.Queue()
@@ -90,22 +91,22 @@ class Launcher(ABC):
 
     @abstractmethod
     async def open(self) -> NodeProvider:
-        """Makes everything ready for the coordinator's start."""
+        """Prepares everything for the coordinator's start; returns the provider of the nodes."""
 
     @abstractmethod
     async def staff(self) -> None:
-        """Starts the nodes that the job begins with."""
+        """Starts the job's first nodes."""
 
     async def run(self) -> JobReport:
         """Runs the job to its end; returns the report.
 
         Raises:
-            UsageError: the port cannot be had; nothing was started or changed.
+            UsageError: the port cannot be used; nothing was started or changed.
             HoldfastError: the coordinator cannot be kept running.
             LauncherSuperseded: another launcher took over.
         """
         try:
-            # First, because a port that is in use is the user's mistake and nothing has been started yet.
+            # First, because a port that is in use is the user's mistake, and nothing must have been started then.
             self._listener = listen(self.host, self.port)
             self.engine = await self.open()
             files = self._files()
@@ -121,7 +122,7 @@ class Launcher(ABC):
                 files=files,
                 relock=self.relock,
             )
-            # Before the coordinator starts: it reads the token that is made here.
+            # Before the coordinator starts, which reads the token that `publish` creates.
             self._port = self._listener.getsockname()[1]
             publish(self.job_dir, self.host, self._port)
             self._supervisor = CoordinatorSupervisor(config, self.note, self._on_coordinator)
@@ -136,7 +137,7 @@ class Launcher(ABC):
                     task.cancel()
                 await self.abandon()
                 raise
-            self._listener.close()  # whoever waits for an answer hears at once that there will be none
+            self._listener.close()  # clients that wait for an answer are told at once that there will be none
             try:
                 async with asyncio.timeout(1.0):
                     await watching  # its last announcement may still be on the way
@@ -144,14 +145,15 @@ class Launcher(ABC):
                 watching.cancel()
             obeying.cancel()
             report = self._report()
-            # Only a report of the coordinator's proves that nothing is in the nodes' memory alone.
+            # Only the coordinator's report proves that no state is in the nodes' memory alone.
             self._gives_back = report.outcome != KILLED and report.in_memory is None
         finally:
             await self.close()
         return report
 
     def _files(self) -> dict[str, bytes]:
-        """Without which no coordinator starts. This process keeps them: the job need not end because somebody deletes one."""
+        """The contents of the files that a coordinator needs to start. This process keeps them, so that the job does not end if
+        somebody deletes one."""
         found = {}
         for name in ("spec.json", "resume.json", "token", "identity"):
             with suppress(FileNotFoundError):
@@ -159,7 +161,8 @@ class Launcher(ABC):
         return found
 
     def _on_coordinator(self) -> None:
-        """Each coordinator is told what it has to know, and what the one before it may have heard and not written."""
+        """Sends each new coordinator the engine's traits, and a stop that the one before it may have received but not
+        recorded."""
         if self.engine is not None:
             self.post(self.engine.traits)
         if self._stop_asked is not None:
@@ -169,8 +172,8 @@ class Launcher(ABC):
             self.spawn(self._show_page())
 
     async def _show_page(self) -> None:
-        """Says where the job can be looked at."""
-        # There is no TLS: a link with a code is for this machine's browser alone. From elsewhere `holdfast ui` is reached
+        """Shows the user the link to the job's page."""
+        # There is no TLS, so a link with a code is only for a browser on this machine. From elsewhere `holdfast ui` is used
         # through ssh.
         if self.host not in ("127.0.0.1", "::1"):
             self.view.note(f"page: holdfast ui --job {self.spec.name}")
@@ -195,11 +198,11 @@ class Launcher(ABC):
                 self.on_announcement(announcement)
 
     def on_announcement(self, announcement: Announcement) -> None:
-        """Shows what is for people, and queues what is for the engine."""
+        """Shows announcements for people, and queues orders for the engine."""
         if announcement.kind in ("event", "status", "log"):
             try:
                 self._show(announcement)
-            except Exception:  # noqa: BLE001 - the job needs what comes after it; it does not need to be looked at
+            except Exception:  # noqa: BLE001 - the job does not depend on its view, but on the announcements that follow
                 if not self._blind:
                     self._blind = True
                     _log.exception(
@@ -207,13 +210,13 @@ class Launcher(ABC):
                         extra={"kind": announcement.kind},
                     )
         elif announcement.kind == "ended":
-            self._told = announcement.value
+            self._announced_report = announcement.value
         elif (order := of_announcement(announcement.kind, announcement.value)) is not None:
             self._on_order(order)
 
     def _on_order(self, order: EngineOrder) -> None:
-        # Open orders are announced again to whoever connects again. One that was carried out already is only
-        # acknowledged again: numbers rise, and orders are announced by number.
+        # Open orders are announced again on each new connection. One that was carried out already is only acknowledged again. It
+        # is recognized by its number: numbers increase, and orders are announced in their order.
         if order.order_id <= self._newest_order:
             done = self._unacknowledged.get(order.order_id, OrderDone(order.order_id))
             if done is not None:  # else it is still being carried out
@@ -221,8 +224,8 @@ class Launcher(ABC):
             return
         self._newest_order = order.order_id
         self._unacknowledged[order.order_id] = None
-        # Queued and not carried out here: Slurm may take seconds to answer, and the view must not stand still
-        # for that.
+        # Queued and not carried out here, because Slurm, for example, may take seconds to answer, during which the view must not
+        # stop.
         self._orders.put_nowait(order)
 
     def _acknowledge(self, done: OrderDone) -> None:
@@ -234,7 +237,7 @@ class Launcher(ABC):
             async with self._client() as client:
                 await client.post("/engine", msgspec.json.encode(done).decode(), repeat=True)
         except UsageError as error:
-            # Told again when a coordinator announces the order again. At the end of the job nobody does.
+            # Sent again when a coordinator announces the order again. At the end of the job that does not happen.
             _log.debug("an order is not acknowledged: %s", error, extra={"order_id": done.order_id})
         else:
             self._unacknowledged.pop(done.order_id, None)
@@ -249,14 +252,14 @@ class Launcher(ABC):
                 self.view.note(announcement.value["text"])
 
     async def _obey(self, engine: NodeProvider) -> None:
-        """One thing after the other: a node is marked before it is released."""
+        """Carries out orders one after the other: a node, for example, is marked before it is released."""
         while True:
             order = await self._orders.get()
             error = None
             try:
                 await self._carry_out(engine, order)
-            # One order that fails must not end this task, not even by a mistake in an engine of another package: those
-            # after it have nobody else to carry them out.
+            # A failed order must not end this task, not even because of a bug in another package's engine: the orders after it
+            # would never be carried out.
             except Exception as failure:  # noqa: BLE001 - an engine of another package may raise anything
                 expected = isinstance(failure, (HoldfastError, OSError))
                 error = str(failure) if expected else f"{type(failure).__name__}: {failure}"
@@ -278,7 +281,7 @@ class Launcher(ABC):
                 await engine.reboot(node, reason)
 
     def note_resume(self, resume: Resume) -> None:
-        """Says where the job goes on from."""
+        """Tells the user from which checkpoint the job continues."""
         if resume.checkpoints:
             newest = resume.checkpoints[0]
             self.note(
@@ -287,14 +290,14 @@ class Launcher(ABC):
             )
 
     def note(self, text: str, **fields: object) -> None:
-        """Something about the launcher itself: for whoever looks on, and for the log."""
+        """Shows a message about the launcher itself to the user, and logs it."""
         _log.info("%s", text, extra=fields)
         self.view.note(text)
 
     # ------------------------------------------------------------ the end
 
     def heed_signals(self) -> None:
-        """Those by which a person or a scheduler ends the job: the four that torchrun handles."""
+        """Handles the signals by which a person or a scheduler ends the job: the four that torchrun handles."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
             loop.add_signal_handler(number, self.on_interrupt)
@@ -302,7 +305,8 @@ class Launcher(ABC):
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
 
     def _on_hangup(self) -> None:
-        """The terminal was closed. A shell and the kernel both say so, and the second time is not a second wish."""
+        """The terminal was closed. The signal may come twice, from the shell and the kernel, so that the second one is
+        ignored."""
         if not self.interrupts:
             self.interrupts = 1
             self.stop("the terminal was closed")
@@ -312,7 +316,7 @@ class Launcher(ABC):
         """Ctrl-C: the first stops the job in order, the second ends it at once."""
         self.interrupts += 1
         if self.interrupts == 1:
-            self.stop("interrupted")  # before anything is shown: this is what was asked for
+            self.stop("interrupted")  # before anything is shown, because the stop is more important
             self.note("stopping after this step; press Ctrl-C again to stop immediately")
         else:
             self.end_now()
@@ -321,7 +325,7 @@ class Launcher(ABC):
             )
 
     def stop(self, reason: str, cause: NoticeCause = NoticeCause.STOP) -> None:
-        """Asks the job to end in order. cause: for its scripts."""
+        """Asks the coordinator to end the job in order. cause: passed to the job's scripts."""
         self._stop_asked = "/stop?" + urlencode({"reason": reason, "cause": cause.value})
         self.spawn(self._ask(self._stop_asked))
 
@@ -331,11 +335,11 @@ class Launcher(ABC):
             self._supervisor.end_now()
 
     def post(self, news: Availability) -> None:
-        """Tells the coordinator about capacity."""
+        """Tells the coordinator about available nodes."""
         self.spawn(self._ask("/engine", msgspec.json.encode(news).decode()))
 
     def spawn(self, coroutine: Any) -> None:
-        """Runs beside everything else."""
+        """Runs a coroutine in the background."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -348,7 +352,7 @@ class Launcher(ABC):
             self.note(str(error))
 
     def _client(self) -> JobClient:
-        """To this job, whatever becomes of the files by which others find it."""
+        """A client of this job, which does not depend on the token file in the job's folder."""
         return JobClient(self.job_dir, FolderReach(self.job_dir, self._token))
 
     async def abandon(self) -> None:
@@ -363,7 +367,7 @@ class Launcher(ABC):
             withdraw(self.job_dir, self.host, self._port)
         if self._listener is not None:
             self._listener.close()
-        # After the coordinator's end, so that it does not take the end of the nodes for faults of theirs.
+        # After the coordinator's end, so that it does not take the end of the nodes for faults.
         if self.engine is not None:
             await self.engine.close(self._gives_back)
         os.close(self._held)
@@ -373,8 +377,8 @@ class Launcher(ABC):
         try:
             return jobs.read_report(self.job_dir / "report.json")
         except (OSError, Damaged):
-            if self._told is not None:  # it could not be written
-                return self._told
+            if self._announced_report is not None:  # it could not be written
+                return self._announced_report
             return JobReport(
                 job=self.job_dir.name, incidents=[], outcome=KILLED, reason="stopped immediately"
             )

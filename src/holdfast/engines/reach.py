@@ -1,4 +1,4 @@
-"""The client of a job wherever it runs, as its folder says. For commands: who runs a job knows the way to it."""
+"""The client of a job wherever it runs, according to its folder. For commands; a launcher makes its own client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.engines.client import JobClient
 
 
 def client_of(folder: Path) -> JobClient:
-    """The client of the job in this folder, whose engine may know a way of its own."""
+    """The client of the job in this folder, which reaches it in the way that the job's engine provides."""
     allocation = jobs.read_allocation(folder)
     if allocation is None or plugins.find(plugins.ENGINES, allocation.engine) is None:
         return JobClient(folder)

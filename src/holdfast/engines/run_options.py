@@ -1,4 +1,4 @@
-"""What `holdfast run` can be told, whatever the engine. `cli/spec.py` makes a job's specification of it."""
+"""The options of `holdfast run` that do not depend on the engine. `cli/spec.py` makes a job's specification from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from holdfast import plugins
 from holdfast.protocol.job_options import HealthSpec, SnapshotOptions, Timing
 from holdfast.protocol.options import Argument, Option, OptionGroup
 
-# This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
-# values into a specification (cli/spec.py) are imported when a job starts.
+# `holdfast --help` imports this module, so it must not import anything slow. The modules that turn these values into a
+# specification (cli/spec.py) are imported when a job starts.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,4 +253,4 @@ class RunOptions:
         ),
     ] = None
     engines: Mapping[str, Any] = field(default_factory=dict)
-    """The options of engines by the engines' names, each an instance of `Engine.options`. Two may share one."""
+    """The engines' options by the engines' names, each an instance of `Engine.options`. Two engines may share one."""

@@ -1,7 +1,7 @@
-"""Where a Prometheus finds the running jobs of a home: one file for each, as `file_sd_configs` reads them.
+"""Files by which Prometheus finds the running jobs of a home: one for each, in the format of `file_sd_configs`.
 
-Prometheus watches the folder, so a job is scraped from its start on without a reload. The file is there for as long as the
-job's launcher runs.
+Prometheus watches the folder, so that a job is scraped from its start on without a reload. The file exists as long as the job's
+launcher runs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from holdfast.protocol.network.sockets import host_and_port
 
 _log = logging.getLogger(__name__)
 FOLDER = "prometheus"
-"""Within the home."""
+"""Name of the folder in the home."""
 
 
 def target_file(home: Path, job: str) -> Path:
-    """Of a job. The name ends as Prometheus' pattern wants it, and jobs' names are good names of files."""
+    """The file of a job. Its suffix matches Prometheus' pattern, and a job's name is always a valid file name."""
     return home / FOLDER / f"{job}.json"
 
 
 def publish(job_dir: Path, host: str, port: int) -> None:
-    """The job is at this address. A folder that cannot be written costs a note: the job trains without being scraped."""
+    """Writes a job's file with its address. If the folder cannot be written, this only logs a warning and the job is not
+    scraped."""
     home = home_of(job_dir)
     if home is None:
         return
@@ -37,8 +38,8 @@ def publish(job_dir: Path, host: str, port: int) -> None:
         (home / FOLDER).mkdir(mode=0o700, exist_ok=True)
         _sweep(home)
         path = target_file(home, job_dir.name)
-        # Prometheus reads the folder whenever it changes: it must never see half a file, or this one under a name
-        # that its pattern takes.
+        # Prometheus reads the folder whenever it changes. It must never see half a file, so the temporary name does not match its
+        # pattern.
         work = path.with_name(f".{path.name}.{os.getpid()}")
         work.write_bytes(_targets(job_dir, host, port))
         work.replace(path)
@@ -47,7 +48,8 @@ def publish(job_dir: Path, host: str, port: int) -> None:
 
 
 def withdraw(job_dir: Path, host: str, port: int) -> None:
-    """The job is not at this address any more. Another launcher that took over has its own there by now, which stays."""
+    """Removes a job's file, if it still has this address. If another launcher has taken over, the file has that one's and is
+    kept."""
     home = home_of(job_dir)
     if home is None:
         return
@@ -62,11 +64,11 @@ def withdraw(job_dir: Path, host: str, port: int) -> None:
 
 
 def _sweep(home: Path) -> None:
-    """Removes files of jobs whose launcher was killed: it could not."""
+    """Removes the files of jobs whose launcher was killed."""
     for path in (home / FOLDER).glob("*.json"):
         try:
             gone = not jobs.is_running(home / "jobs" / path.stem)
-        except HoldfastError:  # another job's damaged folder is no matter of this one
+        except HoldfastError:  # another job's damaged folder must not affect this one
             continue
         if gone:
             path.unlink(missing_ok=True)

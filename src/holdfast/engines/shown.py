@@ -1,4 +1,4 @@
-"""A view whose reader may go away: a closed pipe, or a terminal that was closed, is no reason to lose the job."""
+"""A view whose reader may go away: a closed pipe or terminal must not end the job."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.protocol.job_view import JobView
 
 
 class View(Protocol):
-    """Who shows the job to a person."""
+    """Shows a job to a person."""
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
 
     def status(self, status: JobView) -> None:
-        """The job as it is now."""
+        """The job's current status."""
 
     def output(self, data: bytes) -> None:
         """What rank 0 printed."""
@@ -29,11 +29,11 @@ class View(Protocol):
 
 
 class TolerantView:
-    """Passes everything on to a view, and survives that nobody reads it any more.
+    """Passes everything on to a view, and ignores errors of writing when the output is no longer read.
 
-    The launcher decides while it shows: it orders nodes, and it takes the stop that a person or a scheduler asks for. An
-    error of a write in the midst of that would end the task that keeps the job alive, or swallow the stop. `holdfast run |
-    head` and a lost ssh session did that.
+    The launcher shows the job in between its other work, such as starting nodes or handling a stop that a person or a scheduler
+    requested. An error of a write would end the task that keeps the job alive, or lose the stop, as happened with `holdfast run |
+    head` and with lost ssh sessions.
     """
 
     def __init__(self, view: View) -> None:
@@ -45,7 +45,7 @@ class TolerantView:
             self._view.event(entry)
 
     def status(self, status: JobView) -> None:
-        """The job as it is now."""
+        """The job's current status."""
         with unread():
             self._view.status(status)
 
@@ -62,17 +62,18 @@ class TolerantView:
 
 @contextmanager
 def unread() -> Iterator[None]:
-    """Around what is written to a person. A stream that fails leads nowhere from then on; the other one is still written.
+    """Context for writes to a person. A stream that fails is redirected to /dev/null from then on; the other one is still
+    written.
 
-    Rank 0's output has stdout to itself, so progress and errors still reach the terminal of `holdfast run | head`.
+    Only rank 0's output goes to stdout, so that with `holdfast run | head` progress and errors still reach the terminal.
     """
     try:
         yield
     except BlockingIOError:
-        # Somebody reads, but slowly, and made the terminal or pipe one that does not block. This piece is lost.
+        # The terminal or pipe was made non-blocking and its reader is slow. This piece of output is lost.
         return
     except OSError:
-        # What is still in the streams' buffers cannot be written either: Python would fail on it as it ends.
+        # The rest in the streams' buffers cannot be written either, and Python would fail to do so at its exit.
         for stream in (sys.stdout, sys.stderr):
             _drop(stream)
 

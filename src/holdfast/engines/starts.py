@@ -1,4 +1,4 @@
-"""The starts of a job (each a `holdfast run`): the ledger of each, and an account of those that were removed."""
+"""The starts of a job (each a `holdfast run`): their ledgers, and an account of those whose ledgers were removed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from holdfast.protocol.wire.decoding import decode
 from holdfast.protocol.wire.stored import decode_file
 
 EARLIER = "earlier.json"
-"""In `runs/`: the account of starts whose folders were removed."""
+"""File in `runs/` with the account of the starts whose folders were removed."""
 
 _FORMED = "formed"
 
 
 def put_away(job_dir: Path) -> list[tuple[int, Path]]:
-    """Folders of the starts before the newest one that are kept, oldest first, with their numbers from 1."""
-    # By number and not by name: 10 comes after 9, and the account depends on the order.
+    """The numbers (from 1) and folders of the earlier starts that are kept, oldest first."""
+    # Sorted by number and not by name, because 10 comes after 9 and the account depends on the order.
     return sorted((int(d.name), d) for d in (job_dir / "runs").glob("*") if d.name.isdigit())
 
 
 def all_starts(job_dir: Path, newest: Store) -> dict[str, Any] | None:
-    """The goodput over all starts of a job, see `summed`; None: there was only one."""
+    """The goodput over all starts of a job, see `summed`; None: there was only one start."""
     earlier = _earlier(job_dir / "runs")
-    # A start that was refused before it had a ledger has trained nothing.
+    # Without starts that were refused before they had a ledger, since they have not trained.
     before = [
         read(folder)
         for number, folder in put_away(job_dir)
@@ -42,10 +42,10 @@ def all_starts(job_dir: Path, newest: Store) -> dict[str, Any] | None:
 
 
 def read(folder: Path) -> LedgerStart | None:
-    """What the ledger in a folder has of its start; None: it cannot be read."""
+    """A start, from the ledger in its folder; None: the ledger cannot be read."""
     try:
-        # A writer would bring an older ledger's tables up to date, and nobody may change
-        # what an ended start has left.
+        # Read-only, because opening it for writing would upgrade an older ledger's tables, and what an ended start has left must
+        # not be changed.
         store = Store(newest_ledger(folder), read_only=True)
     except (OSError, sqlite3.Error, HoldfastError):
         return None
@@ -60,15 +60,16 @@ def keep_newest(job_dir: Path, count: int) -> None:
     there = put_away(job_dir)
     for place, (number, folder) in enumerate(there[: max(0, len(there) - count)]):
         runs, earlier = folder.parent, _earlier(folder.parent)
-        # The number says that it is in the account: whoever dies between these lines leaves a folder that nobody counts
-        # a second time.
+        # The account has the number of the last start in it. So if this process dies before the folder is removed, the start is
+        # not counted a second time.
         if number > earlier.through and newest_ledger(folder).exists():
             later = [read(f) for _, f in there[place + 1 :] if newest_ledger(f).exists()]
             work = runs / f".{EARLIER}"
-            # Written beside and renamed: a kill leaves the old account or the new one, and never half of one.
+            # Written to a temporary file and renamed, so that a kill leaves the old account or the new one, and never half of
+            # one.
             work.write_bytes(msgspec.json.encode(forget(earlier, number, read(folder), later)))
             work.rename(runs / EARLIER)
-        # What cannot be removed now is tried again later. It is in the account, so it counts once.
+        # A folder that cannot be removed now is tried again later. It is in the account, so it counts only once.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -81,7 +82,7 @@ def _earlier(runs: Path) -> Account:
     except FileNotFoundError:
         return Account()
     except (OSError, Damaged):
-        # Damaged is unknown and not empty: goodput without those starts would look too good.
+        # A damaged account counts as unknown and not as empty: goodput without those starts would look too good.
         return Account(starts=1, known=False)
 
 
@@ -90,8 +91,8 @@ def _start(store: Store) -> LedgerStart | None:
         state = store.load()
         if state is None:
             return None
-        # The first generation tells what the start went on from. Later ones tell where
-        # it went back to by itself.
+        # The first generation has the step that the start resumed from. Later ones have the steps to which it went back by
+        # itself.
         formed = (e.fields.get("start") for e in store.events() if e.kind == _FORMED)
         began_at = next(formed, None) if state.membership.counts_steps else None
         return LedgerStart(

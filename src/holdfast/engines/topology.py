@@ -1,7 +1,7 @@
-"""Where nodes stand, from a file or from Slurm: pure but for reading the file.
+"""The places of nodes, from a file or from Slurm. Pure except for reading the file.
 
-A file has a line for each group of hosts, `node[001-036] zone-a/block2/rack7`; or it is what `scontrol show topology`
-prints, or Slurm's topology.conf.
+A file has a line for each group of hosts, `node[001-036] zone-a/block2/rack7`; or it is the output of `scontrol show topology`,
+or Slurm's topology.conf.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol.place import MOST_LEVELS, NodePlace, parse_place, shown
 
 MOST_HOSTS = 100_000
-"""Of one file. A range with a digit too many would otherwise take the machine's memory."""
+"""Largest number of hosts in a file. A range with a digit too many would otherwise use up the machine's memory."""
 MOST_BYTES = 16 << 20
 
 _PART = re.compile(r"[^\[\],]+|\[[^\[\]]*\]")
@@ -26,7 +26,7 @@ _SWITCH, _BLOCK = "switchname", "blockname"
 
 
 def read_topology(path: Path) -> dict[str, NodePlace]:
-    """Host to its place. Raises UsageError with the line and the field that is wrong."""
+    """The place of each host. Raises UsageError with the line and the field that is wrong."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"--topology {path}: larger than {MOST_BYTES >> 20} MiB; is it the right file?")
@@ -80,41 +80,41 @@ def topology_text(places: Mapping[str, NodePlace], notes: Iterable[str] = ()) ->
 
 
 def place_of_variables(environment: Mapping[str, str]) -> NodePlace:
-    """Where Slurm says that the node of this process stands; empty: it has no topology, or none that can be used."""
+    """The place of this process's node according to Slurm's variables; empty: Slurm has no topology, or one that cannot be
+    used."""
     address = environment.get("SLURM_TOPOLOGY_ADDR", "")
     pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
-    # The last part is the node, whose name may have dots in it. A node that no switch of some level leads to has an
-    # empty name there.
+    # The last part is the node, whose name may contain dots. At a level at which no switch leads to the node the name is empty.
     names = address.split(".", len(pattern) - 1)[:-1]
     if len(names) != len(pattern) - 1:
         return ()
     try:
         return parse_place("/".join(n for n in names if n))
     except ValueError:
-        # Nobody can mend here what a site calls its switches, and training goes on without it.
+        # A site's names of switches cannot be changed here, and training works without places.
         return ()
 
 
 def expand(hosts: str) -> Iterator[str]:
-    """`n[1-3,7],gpu` as names, as Slurm writes lists of hosts. Raises ValueError."""
-    for word in _words(hosts):
-        parts = _PART.findall(word)
-        if "".join(parts) != word:
-            raise ValueError(f"{word!r} has brackets that are not closed; write for example node[01-16]")
+    """The names in a list of hosts in Slurm's notation, for example `n[1-3,7],gpu`. Raises ValueError."""
+    for group in _groups(hosts):
+        parts = _PART.findall(group)
+        if "".join(parts) != group:
+            raise ValueError(f"{group!r} has brackets that are not closed; write for example node[01-16]")
         yield from map("".join, itertools.product(*map(_names, parts)))
 
 
-def _words(hosts: str) -> Iterator[str]:
+def _groups(hosts: str) -> Iterator[str]:
     """Split at commas that are not within brackets."""
-    depth, word = 0, ""
+    depth, group = 0, ""
     for c in hosts:
         depth += (c == "[") - (c == "]")
         if c == "," and depth == 0:
-            yield word
-            word = ""
+            yield group
+            group = ""
         else:
-            word += c
-    yield word
+            group += c
+    yield group
 
 
 def _names(part: str) -> list[str]:
@@ -136,7 +136,7 @@ def _names(part: str) -> list[str]:
 
 def _give(found: dict[str, NodePlace], number: int, hosts: str, place: NodePlace) -> None:
     try:
-        # One more than is allowed, and not all: the product of two ranges may be more than any memory holds.
+        # At most one more than is allowed, because the product of two ranges may not fit into any memory.
         names = list(itertools.islice(expand(hosts), MOST_HOSTS + 1))
     except ValueError as error:
         raise ValueError(f"line {number}, field hosts: {error}") from None
@@ -145,8 +145,8 @@ def _give(found: dict[str, NodePlace], number: int, hosts: str, place: NodePlace
     for name in names:
         if not _HOST.fullmatch(name):
             raise ValueError(f"line {number}, field hosts: {name!r} is not a valid name of a host")
-        # Twice in the same place is no error: files are put together from several. In two places one of them
-        # is wrong, and nobody can say which.
+        # A host may occur twice with the same place, because files are concatenated. With two places one of them is wrong, and it
+        # is not known which.
         if found.setdefault(name, place) != place:
             raise ValueError(
                 f"line {number}, field hosts: {name} has the place {shown(place)!r} here and {shown(found[name])!r} "
@@ -154,7 +154,7 @@ def _give(found: dict[str, NodePlace], number: int, hosts: str, place: NodePlace
             )
 
 
-# ---------------------------------------------------------------- what Slurm prints
+# ---------------------------------------------------------------- Slurm's output
 
 
 def _is_slurm(line: str) -> bool:
@@ -162,16 +162,16 @@ def _is_slurm(line: str) -> bool:
 
 
 def _of_slurm(lines: list[tuple[int, str]]) -> dict[str, NodePlace]:
-    """Of switches (`SwitchName=s1 Nodes=n[1-4]`, `SwitchName=s0 Switches=s1`) or blocks (`BlockName=b1 Nodes=...`)."""
+    """Parses switches (`SwitchName=s1 Nodes=n[1-4]`, `SwitchName=s0 Switches=s1`) or blocks (`BlockName=b1 Nodes=...`)."""
     above: dict[str, str] = {}
     leaves: list[tuple[int, str, str]] = []
     for number, line in lines:
         fields = {key.lower(): value for key, value in _PAIR.findall(line)}
         name = fields.get(_SWITCH) or fields.get(_BLOCK)
-        # Sizes of blocks, and blocks of blocks, which are only sums of those that have lines of their own.
+        # Lines with the sizes of blocks, or with aggregated blocks, whose parts have lines of their own.
         if not name:
             continue
-        # A switch above others lists the nodes of all of them too: its own are those of the innermost.
+        # A switch above others also lists the nodes of these, but a node belongs to the innermost switch.
         if fields.get("switches"):
             for below in _checked(number, "Switches", fields["switches"]):
                 above.setdefault(below, name)
@@ -181,7 +181,7 @@ def _of_slurm(lines: list[tuple[int, str]]) -> dict[str, NodePlace]:
     for number, name, hosts in leaves:
         path = [name]
         while (outer := above.get(path[-1])) is not None:
-            # A file by hand may have a switch below itself. Without this the walk upward would not end.
+            # In a file that was written by hand a switch may be below itself. Without this check the loop would not end.
             if outer in path or len(path) == MOST_LEVELS:
                 raise ValueError(
                     f"line {number}, field Switches: {name} is below itself, or below more than {MOST_LEVELS} others"

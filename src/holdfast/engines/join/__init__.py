@@ -21,11 +21,11 @@ class Join(Engine):
     heeds = ("--address",)
 
     def nodes(self, options: SshOptions) -> KnownNodes:
-        """Any machine may come."""
+        """Nothing is known of the nodes, since any machine may join."""
         return KnownNodes(place="other machines")
 
     def plan(self, spec: JobSpec, options: SshOptions) -> JobSpec:
-        """With the address that nodes are told."""
+        """Adds the coordinator's address for the nodes."""
         import msgspec
 
         from holdfast.engines.ssh.addresses import plan_ssh

@@ -19,7 +19,7 @@ from holdfast.protocol.wire.stored import read_stored_word
 
 
 class JoinProvider:
-    """Asks people for nodes. It owns none: an agent ends when its coordinator says so, or is gone for good."""
+    """Asks people to start nodes. It owns none: an agent ends when its coordinator tells it to, or is gone for good."""
 
     traits = EngineTraits(nodes_are_machines=True)
 
@@ -28,23 +28,23 @@ class JoinProvider:
         self._line, self._note = line, note
 
     async def provide(self) -> bool:
-        """Says what is missing. Who reads it may start a node at any time."""
+        """Asks the user for another node, which may be started at any time."""
         self._note(f"the job needs another node; start it on another machine with: {self._line}")
         return False
 
     async def release(self, order: ReleaseNode) -> None:
-        """Nothing: the coordinator does not speak with its agent any more, which then ends by itself."""
+        """Does nothing: the coordinator no longer communicates with the agent, which then ends by itself."""
 
     async def mark(self, node: str, reason: str) -> None:
-        """Tells whoever looks on."""
+        """Tells the user."""
         self._note(f"{node} is faulty ({reason}): do not start a node there before it is repaired")
 
     async def reboot(self, node: str, reason: str) -> None:
-        """Tells whoever looks on."""
+        """Asks the user to do it."""
         self._note(f"reboot {node} ({reason}), and start its node again")
 
     async def close(self, gives_back: bool = True) -> None:
-        """Nothing: agents end with the job, by the coordinator's last word."""
+        """Does nothing: the coordinator tells the agents when the job ends."""
 
 
 class JoinLauncher(Launcher):
@@ -58,13 +58,13 @@ class JoinLauncher(Launcher):
         self.host = spec.ssh.address or _reachable_address()
 
     async def open(self) -> NodeProvider:
-        """Prepares the job's folder, and says how nodes are started."""
+        """Prepares the job's folder, and tells the user how to start nodes."""
         assert self._listener is not None
         resume = self._folder.prepare(self.spec, self.view.note)
         self._folder.identify()
         self.note_resume(resume)
-        # For as long as the job runs: a node may come at any time. By the identity, so that a launcher that comes after
-        # one that was killed finds its files, and removes them at the end.
+        # As long as the job runs, because a node may join at any time. Named by the identity, so that a launcher that follows one
+        # that was killed finds its files, and removes them at the end.
         identity = read_stored_word(self.job_dir / "identity")
         self._markers.enter_context(Markers(self.spec, self.job_dir, identity))
         address, token = host_and_port(self.host, self._listener.getsockname()[1]), self.job_dir / "token"
@@ -77,7 +77,7 @@ class JoinLauncher(Launcher):
         return JoinProvider(line, self.note)
 
     async def staff(self) -> None:
-        """Somebody else does."""
+        """Does nothing: people start the nodes."""
 
     async def close(self) -> None:
         """See `Launcher.close`."""
@@ -86,8 +86,8 @@ class JoinLauncher(Launcher):
 
 
 def _reachable_address() -> str:
-    """An address of this machine by which others may reach it, of IPv4 where it can be; loopback where there is no network."""
-    # Nobody's addresses (RFC 5737, RFC 3849). Nothing is sent: the kernel only chooses its own.
+    """An address of this machine by which others may reach it, IPv4 if possible; loopback if there is no network."""
+    # Addresses for documentation (RFC 5737, RFC 3849). Nothing is sent: the kernel only chooses its own address.
     for family, nobody in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as trial:
             trial.connect((nobody, 9))

@@ -1,4 +1,5 @@
-"""A node that joins a job at its coordinator's address: it learns the job from there, makes a folder and becomes its agent."""
+"""A node that joins a job at its coordinator's address: it gets the job's description from there, prepares a folder and becomes
+the agent."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ from holdfast.protocol.wire.decoding import decode
 
 RETRY_S = 0.5
 TELL_S = 2.0
-"""After so long without an answer a person is told what is waited for."""
+"""Seconds without an answer after which the user is told what the node is waiting for."""
 ANSWER_S = 10.0
 DESCRIPTION_PATH = "/description"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """What a node is told when it is started."""
+    """How a node is started."""
 
     address: str
     """HOST:PORT of the coordinator."""
@@ -50,15 +51,17 @@ class Joining:
     node: str
     """Its name in the job."""
     place: NodePlace = ()
-    """Where it stands; empty: what the job's topology file says, or else `place.PLACE_VARIABLE`."""
+    """Its place; empty: that of the job's topology file, or else of `place.PLACE_VARIABLE`."""
     wait_s: float = 300.0
-    """How long to wait for a coordinator."""
+    """How long to wait for a coordinator, in seconds."""
     shared_machine: bool = False
     """Whether other nodes of the job are on this machine."""
 
 
 def join(given: Joining, note: Callable[[str], None]) -> None:
-    """Becomes the agent of the node. Returns never.
+    """Becomes the agent of the node. Never returns.
+
+    note: shows a message to the user.
 
     Raises:
         UsageError: the job cannot run on this machine, or the token cannot be read.
@@ -71,7 +74,7 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
         script=spec.script, module=spec.module, cwd=spec.cwd, preload=spec.preload, digest=job.script_digest
     )
     if spec.engine == "join":
-        # Other engines have no launcher that leaves markers; whether tiers are shared is then theirs to know.
+        # With other engines no launcher leaves markers, and it is up to them whether tiers are shared.
         own = Path(job.job_dir)
         seen = is_marked(own, job.identity)
         urls = [tier.url for tier in spec.saving.tiers]
@@ -82,7 +85,7 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     jobs.check_own(folder)
     with (folder / "join.lock").open("w") as lock:
-        # Several nodes may be started on one machine at once, and one of them prepares the folder.
+        # Several nodes may be started on one machine at once, of which one prepares the folder.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not has_token(folder, token) and jobs.is_running(folder):
             raise UsageError(
@@ -102,7 +105,7 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
     note(f"{given.node} joins the job {spec.name!r} at {given.address}; its log is {log}")
     os.chdir(spec.cwd)
     command = python_module("holdfast.agent", *arguments)
-    # In the place of this process: who started it waits for the agent, signals it and gets its exit code.
+    # Replaces this process, so that its parent waits for the agent, signals it and gets its exit code.
     os.execv(command[0], command)
 
 
@@ -122,12 +125,12 @@ def _read_token(path: Path) -> str:
 async def _describe(
     given: Joining, token: str, note: Callable[[str], None]
 ) -> tuple[Endpoint, JobDescription]:
-    """The job, of a coordinator that has proved that it knows the token."""
+    """The job's description, from a coordinator that has proved that it knows the token."""
     lookup = parse_address(given.address, "--join")
-    began, told, why = time.monotonic(), False, "there is no answer"
+    began, noted, why = time.monotonic(), False, "there is no answer"
     while True:
-        # Asked anew each time, so a coordinator that begins on another machine behind the same name is found
-        # without a restart of this node.
+        # Looked up each time, so that a coordinator that starts on another machine behind the same name is found without a
+        # restart of this node.
         where = await lookup.find()
         if where is not None:
             try:
@@ -144,10 +147,10 @@ async def _describe(
             raise HoldfastError(
                 f"no coordinator was reached at {given.address} within {given.wait_s:g} s: {why}"
             )
-        if waited_s > TELL_S and not told:
-            told = True
+        if waited_s > TELL_S and not noted:
+            noted = True
             note(f"waiting for the coordinator at {given.address}: {why}")
-        # There is no event for "a process on another machine listens".
+        # There is no event for a process on another machine that starts to listen.
         await asyncio.sleep(RETRY_S)
 
 

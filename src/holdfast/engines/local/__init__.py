@@ -24,7 +24,8 @@ WORKER_BYTES = 150 << 20
 
 
 def check_memory(nodes: int, nproc: int, available: int | None) -> None:
-    """Raises UsageError when the processes alone would not fit; unknown (None) passes."""
+    """Raises UsageError if the processes alone would not fit into the available memory (in bytes; None: unknown, which
+    passes)."""
     needed = nodes * (NODE_BYTES + nproc * WORKER_BYTES)
     if available is not None and available < needed:
         raise UsageError(
@@ -38,7 +39,7 @@ class Local(Engine):
     """`--engine local`."""
 
     def nodes(self, options: Any) -> KnownNodes:
-        """As many as are wanted.
+        """What is known of the nodes: their number is not limited.
 
         Raises:
             UsageError: Slurm starts this command several times.
@@ -54,7 +55,7 @@ class Local(Engine):
         return KnownNodes(names=r"node\d+", examples="node0, node1 and so on")
 
     def plan(self, spec: JobSpec, options: Any) -> JobSpec:
-        """Nothing is to add. Only this engine puts all nodes' memory on this machine.
+        """Adds nothing, but checks the memory, since only this engine has all nodes on this machine.
 
         Raises:
             UsageError: this machine has too little of it.

@@ -12,7 +12,7 @@ from holdfast.protocol.machine.processes import python_for_scripts
 
 
 class AgentProcess:
-    """An agent, held by its pidfd: a number that is used again is never signalled."""
+    """An agent, held by its pidfd, so that another process that gets its pid is never signalled."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -22,7 +22,7 @@ class AgentProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended, as far as is known."""
+        """Whether it still runs, as far as is known."""
         return not self._gone.is_set()
 
     def signal(self, number: int) -> None:
@@ -47,7 +47,7 @@ class ForkServer:
     """Forks agents. Its process starts with the first one and ends with `close`, or with this process."""
 
     def __init__(self, preload: tuple[str, ...], workers: int) -> None:
-        """workers: of the job, all of them on this machine."""
+        """preload: modules to import. workers: the job's number of workers, which all run on this machine."""
         self._preload = preload
         self._workers = workers
         self._process: AgentProcess | asyncio.subprocess.Process | None = None
@@ -55,19 +55,19 @@ class ForkServer:
         self._turn = asyncio.Lock()
 
     async def fork(self, node: str, arguments: list[str], output: int, lifeline: int) -> AgentProcess:
-        """One more agent.
+        """Forks an agent.
 
         Args:
-            output: gets what it prints.
-            lifeline: its end tells the agent that this process is gone.
+            output: file descriptor for what it prints.
+            lifeline: a pipe that is closed when this process is gone.
 
         Raises:
             HoldfastError: the modules to preload cannot be imported.
         """
         request = "\n".join([node, *arguments]).encode()
-        # One request at a time: the answers come in order on one channel and do not name what they answer.
+        # One request at a time, because answers on the channel do not name their request.
         async with self._turn:
-            for _ in range(2):  # a process that somebody ended is started again
+            for _ in range(2):  # a process that was killed is started again
                 channel = self._channel or await self._start()
                 try:
                     socket.send_fds(channel, [request], [output, lifeline])
@@ -76,7 +76,7 @@ class ForkServer:
                     answer = b""
                 if answer:
                     return AgentProcess(int(answer), fds[0])
-                # An answer that is empty means that the process is gone. Agents that it has forked live on.
+                # An empty answer means that the process is gone. Agents that it has forked continue to run.
                 await self.close()
         raise HoldfastError(
             "the process that starts agents was killed twice; the machine may not have enough memory"
@@ -94,9 +94,9 @@ class ForkServer:
         return ours
 
     async def _spawn(self, channel: socket.socket) -> AgentProcess | asyncio.subprocess.Process:
-        """Starts the process with its end of the channel. A method of its own: tests fork this process, too."""
+        """Starts the process with its end of the channel. A separate method, because tests fork this process as well."""
         env = dict(os.environ)
-        if self._workers > 1:  # as torchrun: each of them would else start a thread for every core
+        if self._workers > 1:  # as torchrun does, since otherwise each would start a thread for every core
             env.setdefault("OMP_NUM_THREADS", "1")
         return await asyncio.create_subprocess_exec(
             *python_for_scripts("holdfast.agent.fork_server"),
@@ -109,7 +109,7 @@ class ForkServer:
         )
 
     async def close(self) -> None:
-        """Ends the process; agents live on."""
+        """Ends the process; agents continue to run."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -118,7 +118,7 @@ class ForkServer:
 
 
 async def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """The next packet and what is attached to it; nothing when the other side is gone."""
+    """The next packet and its file descriptors; both are empty if the other side is gone."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(channel, readable.set_result, None)

@@ -25,14 +25,19 @@ CLOSE_S = 5.0
 
 
 class LocalProvider:
-    """Starts agents and ends them. `output` gets what they print (rank 0's output among it)."""
+    """Starts and ends agents on this machine."""
 
     traits = EngineTraits()
 
     def __init__(self, spec: JobSpec, job_dir: Path, memory: Path, output: Callable[[bytes], None]) -> None:
-        """memory: the folder of the job's snapshot memory; every node has a folder in it."""
+        """Takes over the snapshots that an earlier start has left.
+
+        Args:
+            memory: the folder of the job's snapshot memory, with a folder for every node.
+            output: gets what agents print, including rank 0's output.
+        """
         self._spec, self._job_dir, self._memory, self._output = spec, job_dir, memory, output
-        # As in the launcher: the write end closes with this process, and every agent sees it.
+        # As in the launcher: the write end is closed when this process ends, which every agent notices.
         self._lifeline, self._held = os.pipe()
         self._fork_server = ForkServer(spec.preload, spec.target)
         self._agents: dict[str, AgentProcess] = {}
@@ -41,8 +46,8 @@ class LocalProvider:
         self._hooks_s = 2 * timeout_s() if spec.health.hooks else 0.0  # on-drain, then after-job
         self._racks: dict[str, NodePlace] = {}
         self._count = 0
-        # Before any agent starts. A killed start left its snapshots under the names of its nodes, and this
-        # start may have fewer.
+        # Before any agent starts: a start that was killed has left its snapshots under the names of its nodes, and this start may
+        # have fewer nodes.
         hand_on(memory, [f"node{i}" for i in range(spec.max_nodes + spec.spares)])
 
     async def provide(self) -> bool:
@@ -64,7 +69,7 @@ class LocalProvider:
             os.close(ours)
             raise
         finally:
-            # This copy has to go, or the output of an agent that ended would never reach its end.
+            # This copy must be closed, or the end of an agent's output would never be seen.
             os.close(theirs)
         self._agents[name], self._racks[name] = process, rack
         task = asyncio.create_task(self._read(process, ours))
@@ -72,8 +77,8 @@ class LocalProvider:
         task.add_done_callback(self._reading.discard)
 
     def _emptiest_rack(self) -> NodePlace:
-        """Where the next node stands; empty when there are no racks."""
-        # The emptiest by the nodes that live, so that a replacement goes where a node was lost.
+        """The rack for the next node; empty if there are no racks."""
+        # The one with the fewest living nodes, so that a replacement goes where a node was lost.
         racks: list[NodePlace] = [(f"rack{i}",) for i in range(self._spec.racks)]
         living = [self._racks[n] for n, p in self._agents.items() if p.alive]
         return min(racks, key=living.count, default=())
@@ -89,13 +94,13 @@ class LocalProvider:
         await process.wait()
 
     async def release(self, order: ReleaseNode) -> None:
-        """Kills the agent; the kernel then kills its workers. A machine that is lost takes its memory with it."""
+        """Kills the agent, upon which the kernel kills its workers, and removes the node's memory, as with a lost machine."""
         node = order.node
         process = self._agents.pop(node, None)
         if process is None:
             return
         if order.planned and self._hooks_s:
-            # Others are not to wait for its last hook.
+            # In the background, so that other orders do not wait for its last hook.
             task = asyncio.create_task(self._let_go(process, node))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -103,7 +108,7 @@ class LocalProvider:
             await self._end(process, node)
 
     async def _let_go(self, process: AgentProcess, node: str) -> None:
-        """Waits for an agent that was told to leave: it ends when its hooks have ended."""
+        """Waits for an agent that was told to leave, which ends after its hooks, and then ends it."""
         try:
             async with asyncio.timeout(self._hooks_s):
                 await process.wait()
@@ -114,19 +119,18 @@ class LocalProvider:
     async def _end(self, process: AgentProcess, node: str) -> None:
         process.signal(signal.SIGKILL)
         await process.wait()
-        # A lost machine loses its memory. If the local engine left it, a test of the loss of a node would
-        # prove nothing.
+        # A lost machine loses its memory. If the local engine kept it, a test of the loss of a node would prove nothing.
         await asyncio.to_thread(remove_memory, self._memory / node)
 
     async def mark(self, node: str, reason: str) -> None:
-        """Nothing to tell: a node of this engine is only a process, and only a reboot uses its name again."""
+        """Does nothing: a node of this engine is only a process, and only a reboot uses its name again."""
 
     async def reboot(self, node: str, reason: str) -> None:
-        """A new agent of the same name is the machine after its boot."""
+        """Starts a new agent of the same name, as the machine after its boot."""
         await self._start(node)
 
     async def close(self, gives_back: bool = True) -> None:
-        """Ends what is left: first by asking, then by SIGKILL."""
+        """Ends all agents: first with SIGTERM, after a timeout with SIGKILL."""
         for process in self._agents.values():
             process.signal(signal.SIGTERM)
         try:
@@ -150,8 +154,7 @@ class LocalLauncher(Launcher):
     def __init__(self, spec: JobSpec, folder: JobFolder, view: View, port: int = 0) -> None:
         super().__init__(spec, folder.path, view, port)
         self._folder = folder
-        # The coordinator holds the lock as well, so that a job whose launcher was killed still counts as
-        # running.
+        # The coordinator holds the lock as well, so that a job whose launcher was killed still counts as running.
         self.inherited = (folder.lock,)
         self.relock = folder.relock
 
