@@ -1,4 +1,4 @@
-"""Nodes from Slurm: one job's allocation, follow-up allocations, and what Slurm is told of bad nodes."""
+"""Nodes from Slurm: one job's allocation, follow-up allocations, and reports of bad nodes to Slurm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Slurm(Engine):
     submits = True
 
     def nodes(self, options: SlurmOptions) -> KnownNodes:
-        """Whichever Slurm gives."""
+        """Which nodes the job gets is not known before it starts."""
         return KnownNodes(gpus=options.gpus_per_node)
 
     def plan(self, spec: JobSpec, options: SlurmOptions) -> JobSpec:
-        """With what Slurm is asked for."""
+        """Adds the options for Slurm."""
         import msgspec
 
         return msgspec.structs.replace(spec, slurm=options)

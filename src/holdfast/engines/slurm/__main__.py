@@ -1,4 +1,4 @@
-"""`python -m holdfast.engines.slurm`: what the batch script runs on the first node of the allocation."""
+"""`python -m holdfast.engines.slurm`: the launcher, which the batch script runs on the first node of the allocation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
         try:
             report = await launcher.run()
         except LauncherSuperseded:
-            # The job lives on elsewhere; this script's end would be taken for its end.
+            # The job continues elsewhere, but Slurm would take the end of this script for the job's.
             view.note("another node runs the coordinator now; this one only waits")
             await asyncio.Event().wait()
         except HoldfastError:
@@ -33,7 +33,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
             raise
     view.ended(report)
     await launcher.conclude(report)
-    # Slurm's own word for the job follows from it: what depends on the job by `afterok` begins only if it finished.
+    # It determines the job's state in Slurm: jobs that depend on it by `afterok` start only if it finished.
     return jobs.exit_code(report)
 
 

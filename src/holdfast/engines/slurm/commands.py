@@ -1,4 +1,4 @@
-"""Slurm's commands, run and read. They are its public interface: its C library changes with every version."""
+"""Runs Slurm's commands and parses their output. They are its public interface: its C library changes with every version."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 
 class SlurmError(HoldfastError):
-    """A command of Slurm's failed; the message has its words."""
+    """A command of Slurm failed; the message has its output."""
 
 
 def check_installed() -> None:
-    """Raises UsageError when this machine has not got Slurm's commands."""
+    """Raises UsageError if Slurm's commands are not on this machine."""
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         raise UsageError(
@@ -34,8 +34,8 @@ def check_installed() -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what Slurm said to the step that we are in: it would be taken for options."""
-    # A step started from within a step would inherit its node list, its memory and its task count as options.
+    """The environment without the variables that Slurm has set for the current step."""
+    # A step that is started from within a step would take its node list, memory and task count from them as options.
     keep = ("SLURM_CONF",)
     return {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in keep}
 
@@ -48,7 +48,7 @@ def _read(reader: Callable[[str], T], output: str) -> T:
 
 
 class SlurmCommands:
-    """Every method raises SlurmError when Slurm refuses or does not answer."""
+    """Slurm's commands. Every method raises SlurmError if Slurm refuses or does not answer."""
 
     def __init__(self) -> None:
         self._version: tuple[int, int] | None = None
@@ -56,7 +56,7 @@ class SlurmCommands:
     async def run(
         self, *argv: str, within_s: float = ANSWER_S, stdin: str | None = None, cwd: Path | None = None
     ) -> str:
-        """One command; returns what it printed."""
+        """Runs one command; returns what it printed. within_s: the time that it may take, in seconds."""
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
@@ -76,7 +76,7 @@ class SlurmCommands:
                 f"{argv[0]}: Slurm's controller did not answer within {within_s:g} s; `scontrol ping` shows whether it runs"
             ) from None
         except asyncio.CancelledError:
-            process.kill()  # what waits for a network is not to come true when that is back
+            process.kill()  # a command that waits for the network must not take effect when that is back
             raise
         if process.returncode != 0:
             output = err.decode(errors="replace") + out.decode(errors="replace")
@@ -84,7 +84,7 @@ class SlurmCommands:
         return out.decode(errors="replace")
 
     async def version(self) -> tuple[int, int]:
-        """For example (22, 5)."""
+        """Slurm's version, for example (22, 5)."""
         if self._version is None:
             self._version = parse.parse_version(await self.run("scontrol", "--version"))
         return self._version
@@ -95,42 +95,42 @@ class SlurmCommands:
         return output.strip().partition(";")[0]
 
     async def try_submit(self, script: str, cwd: Path) -> None:
-        """Whether Slurm would take it: nothing is submitted."""
+        """Checks whether Slurm would accept a script, without submitting it."""
         await self.run("sbatch", "--test-only", stdin=script, cwd=cwd)
 
     async def jobs(self, *ids: str) -> dict[str, JobLine]:
-        """Those that are in the queue, by their ids."""
+        """Those of the jobs that are in the queue, by id."""
         try:
             output = await self.run(
                 "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", "--jobs", ",".join(ids)
             )
         except SlurmError as error:
-            # squeue fails for a single id that is over, and leaves it out silently among several.
+            # squeue fails for a single id of a job that has ended, but silently leaves such an id out among several.
             if "invalid job id" in str(error).lower():
                 return {}
             raise
         return {job.id: job for job in _read(parse.parse_jobs, output)}
 
     async def named(self, name: str) -> dict[str, JobLine]:
-        """This user's jobs of a name, by their ids."""
+        """This user's jobs of a name, by id."""
         output = await self.run(
             "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", f"--name={name}", f"--user={os.getuid()}"
         )
         return {job.id: job for job in _read(parse.parse_jobs, output)}
 
     async def job(self, id: str) -> JobLine | None:
-        """None when it is not in the queue any more."""
+        """A job; None: it is no longer in the queue."""
         return (await self.jobs(id)).get(id)
 
     async def names(self, nodes: str) -> list[str]:
-        """`n[1-3]` as n1, n2, n3."""
+        """The names in a list of nodes: `n[1-3]` as n1, n2, n3."""
         return (await self.run("scontrol", "show", "hostnames", nodes)).split() if nodes else []
 
     async def nodes(self, names: list[str]) -> dict[str, NodeLine]:
-        """Nodes by their names."""
+        """Nodes by name."""
         if not names:
             return {}
-        # Text of `scontrol show node` has blanks in its values, so JSON is read where it exists.
+        # JSON where it is supported, because values in the text output of `scontrol show node` contain blanks.
         json = await self.version() >= JSON_SINCE
         output = await self.run(
             "scontrol", "show", "node", ",".join(names), "--json" if json else "--oneliner"
@@ -138,7 +138,7 @@ class SlurmCommands:
         return {node.name: node for node in _read(parse.parse_nodes, output)}
 
     async def steps(self, job: str) -> dict[str, str]:
-        """The steps of a job by their names."""
+        """Ids of a job's steps by name, of several the newest."""
         output = await self.run(
             "squeue", "--noheader", "--steps", f"--format={parse.STEP_FORMAT}", "--jobs", job
         )
@@ -149,5 +149,5 @@ class SlurmCommands:
         return _read(parse.parse_config, await self.run("scontrol", "show", "config"))
 
     async def cancel(self, *what: str, within_s: float = ANSWER_S) -> None:
-        """Jobs (`17`), steps (`17.2`) or options."""
+        """Cancels jobs (`17`) or steps (`17.2`); the arguments may include options of scancel."""
         await self.run("scancel", *what, within_s=within_s)

@@ -1,6 +1,6 @@
-"""The Slurm engine: agents as steps of the job's allocation, follow-up allocations, and what Slurm is told.
+"""The Slurm engine: agents as steps of the job's allocation, follow-up allocations, and reports to Slurm.
 
-Slurm takes 9 to 30 s to notice a lost node. Holdfast does not wait for that: it tells Slurm.
+Slurm takes 9 to 30 s to notice a lost node. Holdfast does not wait for that, but reports it to Slurm.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ from holdfast.protocol.wire.stored import decode_file
 
 _log = logging.getLogger(__name__)
 POLL_S = 3.0
-"""Slurm tells nobody that an administrator drains a node or that a job is to make room (its triggers are for
-administrators and come 7 s late), so it is asked."""
+"""Interval at which Slurm is polled. It does not notify users when an administrator drains a node or when a job has to make room:
+its triggers are for administrators and come 7 s late."""
 
 CLOSE_S = 10.0
 REACH_S = 1.0
 SETTLE_S = 1.0
 TOGETHER_S = 5.0
-"""Nodes that are lost within this time were lost together."""
+"""Nodes that are lost within this time count as lost together."""
 LEAVE_S = 30.0
 SLURMD_PORT = 6818
 KNOWN = "slurm.json"
 TIME_LIMIT = "the time limit of the Slurm job"
-"""Why a job ends, in words."""
+"""Reason for the end of a job, for people."""
 FAILURES = 2
-"""So often an agent may be lost on a node that Slurm can reach before the node is drained."""
+"""Number of times that an agent is lost on a reachable node until the node is drained."""
 
 
 class Known(msgspec.Struct):
-    """What a launcher that takes over has to know; it is kept in the job's folder."""
+    """State for a launcher that takes over, stored in the job's folder."""
 
     follow_ups: dict[str, str | None] = {}
-    """Ids of further allocations, each with its node; None: it waits in the queue."""
+    """Ids of follow-up allocations, each with its node; None: it waits in the queue."""
     bad: dict[str, str] = {}
-    """Nodes that this job does not use, and why."""
+    """Nodes that this job does not use, each with the reason."""
     told: set[str] = set()
-    """Those of the bad ones that Slurm keeps out, until the site lets them in again."""
+    """Bad nodes that were reported to Slurm, which keeps them out of use until the site returns them to service."""
     going: set[str] = set()
-    """Nodes that left as planned."""
+    """Nodes that leave or have left as planned."""
 
 
 _knowns = msgspec.json.Decoder(Known)
 
 
 class SlurmProvider:
-    """The nodes of one job. Every public method may be called while another one runs."""
+    """Provides the nodes of one job. Its public methods may run concurrently."""
 
     traits = EngineTraits(watches_boots=True, keeps_nodes=False, nodes_are_machines=True)
 
@@ -83,7 +83,7 @@ class SlurmProvider:
         note: Callable[[str], None],
         post: Callable[[Availability], None],
     ) -> None:
-        """post: tells the coordinator about capacity."""
+        """job_id: the Slurm job's. note: shows a message to the user. post: tells the coordinator about available nodes."""
         self._spec, self._job_dir, self._id = spec, job_dir, job_id
         self._note, self._post = note, post
         self.slurm = SlurmCommands()
@@ -104,15 +104,19 @@ class SlurmProvider:
     # ------------------------------------------------------------ nodes
 
     async def start(self, fresh: bool, here: str) -> None:
-        """Starts an agent on every node; not fresh: they run already, only Slurm is watched, and the step of the node
-        `here` is the one that this process is in."""
+        """Starts an agent on every node of the allocation, and polls Slurm from then on.
+
+        Args:
+            fresh: False: a takeover, with the agents running already, so that Slurm is only polled.
+            here: the node whose step this process is in, for a takeover.
+        """
         self._own_step_of = "" if fresh else here
         job = await self.slurm.job(self._id)
         if job is None:
             raise SlurmError(f"Slurm does not know the job {self._id} any more")
         self.batch_host = job.batch_host
         names = await self.slurm.names(job.nodes)
-        # A launcher that took over finds everything running. It must not start a second agent on any node.
+        # After a takeover everything is running already, and no node must get a second agent.
         if not fresh:
             self._recall()
             for id, other in (await self.slurm.named(follow_up_name(self._spec))).items():
@@ -130,12 +134,13 @@ class SlurmProvider:
     def _keep(self) -> None:
         work = self._job_dir / f".{KNOWN}.{os.uname().nodename}.{os.getpid()}"
         work.write_bytes(msgspec.json.encode(self._known))
-        # In one step, because the next launcher may read it at any moment. The name has host and pid: two
-        # launchers may write for a moment while one takes over.
+        # Renamed atomically, because the next launcher may read it at any moment. The temporary name has host and pid, because
+        # two launchers may write at the same time during a takeover.
         work.replace(self._job_dir / KNOWN)
 
     async def _start_step(self, node: str) -> None:
-        """One step for one node: nothing that happens to it ends another. Its exit code means nothing."""
+        """Starts the step of one node. Each node has its own, so that a failure of one does not end another. Its exit code is
+        ignored."""
         logs = self._job_dir / "logs" / "agents"
         logs.mkdir(parents=True, exist_ok=True)
         gpus = self._spec.slurm.gpus_per_node
@@ -149,7 +154,7 @@ class SlurmProvider:
             # The step shares the node with the batch script and with the other steps of this job.
             "--overlap",
             "--mem=0",
-            # Slurm would end the whole step when one node fails. That decision is the coordinator's.
+            # Otherwise Slurm would end the whole step when its node fails. That decision is the coordinator's.
             "--no-kill",
             "--kill-on-bad-exit=0",
             "--input=none",
@@ -162,14 +167,14 @@ class SlurmProvider:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
             env=clean_environment(),
-            start_new_session=True,  # a signal to the batch script is not one to the steps
+            start_new_session=True,  # signals to the batch script must not reach the steps
         )
         self._steps[node] = process
         self._spawn(self._reap(node, process))
 
     async def _reap(self, node: str, process: asyncio.subprocess.Process) -> None:
         await process.wait()
-        # A node that was lost may have a newer step already, which the end of the old one must not remove.
+        # A node that was lost may already have a newer step, which must not be removed when the old one ends.
         if self._steps.get(node) is process:
             del self._steps[node]
             if node not in self._joined and self._polling is not None:
@@ -178,14 +183,13 @@ class SlurmProvider:
                 )
 
     async def provide(self) -> bool:
-        """Uses a node of the allocation that has no agent, or else asks Slurm for one more."""
+        """Starts an agent on a node of the allocation that has none, or else requests one more node from Slurm."""
         node = await self._idle_node()
         if node is not None:
             self._note(f"starting an agent on {node}, which is in the allocation already")
             await self._start_step(node)
             return True
-        # One at a time. Nodes that were asked for twice would both come, and one of them would cost its price
-        # for nothing.
+        # Only one request at a time: if a node were requested twice both would come, and one of them would be paid for nothing.
         if any(where is None for where in self._known.follow_ups.values()):
             self._post(NodeUnavailable("a node was requested from Slurm and has not joined yet"))
             return False
@@ -202,16 +206,16 @@ class SlurmProvider:
             if job is None:
                 return None
             names = await self.slurm.names(job.nodes)
-            told = await self.slurm.nodes(names)
+            nodes = await self.slurm.nodes(names)
         except SlurmError as error:
             self._note(str(error))
             return None
         since = time.monotonic() - TOGETHER_S
         for name in names:
             if self._lost_at.get(name, 0.0) > since:
-                continue  # it is not known yet what became of it
+                continue  # its state is not known yet
             free = name not in self.alive and name not in self._steps and name not in self._known.bad
-            if free and name not in self._known.going and name in told and told[name].usable:
+            if free and name not in self._known.going and name in nodes and nodes[name].usable:
                 return name
         return None
 
@@ -221,20 +225,19 @@ class SlurmProvider:
         minutes = None if job is None or job.left_s is None else max(1, int(job.left_s // 60))
         script = follow_up_script(self._spec, self._job_dir, home(), self._without(), minutes)
         id = await self.slurm.submit(script, self._job_dir)
-        # Written down at once. A launcher that takes over would otherwise not know of the node and never give
-        # it back.
+        # Stored at once. Otherwise a launcher that takes over would not know of the node and would never give it back.
         self._known.follow_ups[id] = None
         self._keep()
         self._note(f"requested one more node from Slurm: its job {id}")
 
     def _without(self) -> list[str]:
-        """Nodes that a follow-up allocation must not have."""
+        """Nodes to exclude from follow-up allocations."""
         return sorted({*self._known.bad, *self._known.going})
 
-    # ------------------------------------------------------------ what Slurm is told
+    # ------------------------------------------------------------ reports to Slurm
 
     async def mark(self, node: str, reason: str) -> None:
-        """Drains the node, with the reason, and has the site replace it."""
+        """Drains the node in Slurm, and runs the site's command to replace it, if there is one."""
         self._known.bad[node] = reason
         self._keep()
         await self._tell(node, "drain", reason)
@@ -242,28 +245,28 @@ class SlurmProvider:
             await self._run_site_command(node, reason)
 
     async def release(self, order: ReleaseNode) -> None:
-        """Ends the node's step. One that cannot be reached, or fails again and again, is Slurm's to know of."""
+        """Ends the node's step. A node that cannot be reached, or that fails repeatedly, is reported to Slurm."""
         node = order.node
         self.alive.discard(node)
         if order.planned:
             self._known.going.add(node)
         elif node not in self._known.bad:
-            # Judged later, in a task. Nothing that trains waits for Slurm.
+            # In the background, so that the job does not wait for Slurm.
             self._lost_at[node] = time.monotonic()
             self._spawn(self._lost(node, order.reason))
             return
         self._left(node, order.reason)
 
     async def _lost(self, node: str, reason: str) -> None:
-        """Nothing that trains waits for this. Many at once are a network's doing, this node's perhaps: then nothing is
-        said of anybody."""
+        """Handles a lost node, in the background. If many nodes are lost at the same time the cause is the network, perhaps of
+        this very node, and none of them is reported."""
         await asyncio.sleep(SETTLE_S)
         if node not in self._lost_at:
-            return  # it is booted
+            return  # it is being rebooted
         since = time.monotonic() - TOGETHER_S
         lost = [n for n, at in self._lost_at.items() if at > since and n not in self.alive]
-        # Most nodes cannot fail in the same second, but a switch can, or the cable of this very node.
-        # Draining the half of a cluster for that would be worse than anything it could prevent.
+        # It is unlikely that most nodes fail in the same second, but a switch can fail, or the network of this node. Draining
+        # half of a cluster for that would do more harm than good.
         if len(lost) > 1 and len(lost) > len(self.alive):
             self._note(
                 f"{len(lost)} nodes were lost at the same time, {node} among them: they are not reported to Slurm"
@@ -280,9 +283,9 @@ class SlurmProvider:
             self._spawn(self._end(node))
 
     async def _judge(self, node: str, reason: str) -> None:
-        """Decides whether a lost node is bad, or only its agent was."""
-        # A machine that answers has lost only our agent, so it is drained after the second time. One that
-        # does not answer is down.
+        """Decides whether a lost node is bad, or only its agent has failed, and reports a bad one to Slurm."""
+        # A machine that answers has lost only its agent, so it is drained only after the second time. One that does not answer is
+        # down.
         reached, state = await self._reachable(node), "down"
         if node in self.alive:
             return  # it is back already
@@ -298,19 +301,19 @@ class SlurmProvider:
                 await self._tell(node, state, reason)
 
     async def _end(self, node: str) -> None:
-        """Ends everything on the node and returns it to Slurm where that is possible."""
+        """Ends everything of the job on the node, and gives the node back to Slurm if possible."""
         if node == self._own_step_of:
             self._note(f"the coordinator stays on {node} until the job ends")
             return
         process = self._steps.get(node)
-        if process is not None and node in self._known.going:  # its agent ends when its hooks have
+        if process is not None and node in self._known.going:  # its agent ends after its hooks
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await process.wait()
             except TimeoutError:
                 pass
         if process is not None:
-            _kill(process)  # it only watches; the step is ended now
+            _kill(process)  # this is only srun; the step itself is ended below
         follow_up = next((id for id, where in self._known.follow_ups.items() if where == node), None)
         try:
             if follow_up is not None:
@@ -327,28 +330,28 @@ class SlurmProvider:
             await self._give_back(node)
 
     async def _give_back(self, node: str) -> None:
-        """Makes the allocation smaller, so that Slurm can have the node repaired or give it to others."""
+        """Removes a node from the allocation, so that Slurm can have it repaired or give it to other jobs."""
         try:
             job = await self.slurm.job(self._id)
             names = await self.slurm.names(job.nodes) if job else []
-            # Slurm cannot take the batch host out of a job, nor the last node.
+            # Slurm can remove neither the batch host nor the last node from a job.
             if node not in names or node == self.batch_host or len(names) < 2:
                 return
             rest = ",".join(n for n in names if n != node)
             await self.slurm.run(
                 "scontrol", "update", f"jobid={self._id}", f"nodelist={rest}", cwd=self._job_dir, within_s=6.0
             )
-        except SlurmError as error:  # 22.05 cannot once it has taken a dead node out of the job
+        except SlurmError as error:  # Slurm 22.05 fails here once it has removed a dead node from the job
             self._note(f"{node} stays in the allocation until the job ends, idle ({error})")
 
     async def _reachable(self, node: str) -> bool:
-        """Whether the node's slurmd listens: the machine is there, and only our agent is not."""
+        """Whether the node's slurmd listens, so that the machine works and only the agent has failed."""
         try:
-            # slurmd's port is asked directly, because Slurm itself takes up to 30 s to notice a lost node.
-            told = await self.slurm.nodes([node])
+            # By a connection to slurmd's port, because Slurm itself takes up to 30 s to notice a lost node.
+            nodes = await self.slurm.nodes([node])
             port = int((await self.slurm.config()).get("SlurmdPort", "").partition("-")[0] or SLURMD_PORT)
             async with asyncio.timeout(REACH_S):
-                _, writer = await asyncio.open_connection(told[node].address, port)
+                _, writer = await asyncio.open_connection(nodes[node].address, port)
             writer.close()
         except (OSError, TimeoutError, SlurmError, KeyError, ValueError):
             return False
@@ -366,8 +369,8 @@ class SlurmProvider:
             self._known.told.add(node)
             self._keep()
         except SlurmError as error:
-            # A user without the right gets one note and not one for every bad node. Any other error may pass,
-            # so the next node is tried again.
+            # Without the permission the user gets one message, and not one for every bad node. Any other error may be temporary,
+            # so the next node is reported again.
             self._admin = "invalid user" not in str(error).lower() and "denied" not in str(error).lower()
             self._note(
                 f"{node} is not {'drained' if state == 'drain' else 'set down'} in Slurm ({error}); this job does "
@@ -375,8 +378,8 @@ class SlurmProvider:
             )
 
     async def reboot(self, node: str, reason: str) -> None:
-        """Has Slurm boot the node when it is free of this job, and asks for one in its place, which it may be itself."""
-        self._lost_at.pop(node, None)  # that it does not answer meanwhile is nothing to tell Slurm
+        """Has Slurm reboot the node once it is free of this job, and requests another one, which may be the same node."""
+        self._lost_at.pop(node, None)  # that it does not answer during the reboot must not be reported
         self._known.bad[node] = reason
         self._keep()
         self._spawn(self._boot(node, reason))
@@ -384,7 +387,7 @@ class SlurmProvider:
     async def _boot(self, node: str, reason: str) -> None:
         text = self._for_slurm(reason)
         self._post(NodeTaken(node, reason))
-        # The step has to be over, because `reboot ASAP` waits until the node is idle.
+        # The step has to end first, because `reboot ASAP` waits until the node is idle.
         await self._end(node)
         try:
             await self.slurm.run("scontrol", "reboot", "ASAP", "nextstate=RESUME", f"reason={text}", node)
@@ -393,7 +396,7 @@ class SlurmProvider:
             await self._tell(node, "drain", reason)
         else:
             self._note(f"asked Slurm to reboot {node}")
-            # Before `provide`: the booted node itself may be the one that is used again.
+            # Before `provide`, because the rebooted node itself may be used again.
             del self._known.bad[node]
             self._known.going.discard(node)
             self._keep()
@@ -403,8 +406,8 @@ class SlurmProvider:
         return f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
 
     async def _run_site_command(self, node: str, reason: str) -> None:
-        # Split here and run without a shell. The reason contains text from kernel logs, which must not be
-        # executed, so it goes through the environment.
+        # Split here and run without a shell. The reason contains text from kernel logs, which must not be executed, so it is
+        # passed in the environment.
         command = [*shlex.split(self._spec.slurm.replace_command), node]
         env = {**os.environ, "HOLDFAST_NODE": node, "HOLDFAST_REASON": reason}
         try:
@@ -421,10 +424,10 @@ class SlurmProvider:
         if code := await process.wait():
             self._note(f"--replace-command {name!r} ended with exit code {code}")
 
-    # ------------------------------------------------------------ what Slurm tells
+    # ------------------------------------------------------------ changes in Slurm
 
     def on_event(self, kind: str, fields: dict[str, object]) -> None:
-        """An event of the job: who is there, and whether Slurm takes all of it away at once."""
+        """Takes an event of the job: it tracks which nodes are there, and detects that Slurm ends the whole allocation."""
         node = str(fields.get("node", ""))
         if kind == "node-joined":
             self.alive.add(node)
@@ -433,8 +436,8 @@ class SlurmProvider:
         elif kind in ("node-lost", "node-left", "node-taken"):
             self.alive.discard(node)
         elif kind == "node-leaving" and fields.get("cause") == NoticeCause.PREEMPTION:
-            # Slurm sends SIGTERM to every node of an allocation that it takes away, but to each at its own
-            # moment. When the last living node has it, the whole job has to stop and not to shrink.
+            # Slurm sends SIGTERM to every node of an allocation that it takes away, but not to all at the same moment. When all
+            # living nodes have received it, the whole job has to stop instead of shrinking.
             self._terminated.add(node)
             within_s = fields.get("within_s")
             if self.alive and self.alive <= self._terminated and isinstance(within_s, int | float):
@@ -446,14 +449,14 @@ class SlurmProvider:
             try:
                 await self._look()
             except SlurmError as error:
-                self._note(str(error))  # the job needs no controller: it is asked again
-            except Exception as error:  # noqa: BLE001 - of a task that has ended nobody would hear, nor of the time limit
+                self._note(str(error))  # the job does not need the controller, so it is simply polled again
+            except Exception as error:  # noqa: BLE001 - if this task ended, the time limit, for example, would not be noticed
                 _log.exception("Slurm's answer cannot be used; the request is repeated")
                 self._note(f"Slurm's answer cannot be used, and the request is repeated: {error}")
 
     async def _look(self) -> None:
-        # Slurm's answer is about the moment of the question. While it is on its way another follow-up job may be
-        # submitted and its node may join: neither is in the answer, and neither has ended for that.
+        # Slurm's answer describes the moment of the request. Another follow-up job that is submitted in the meantime, or its
+        # node, is missing in the answer, but has not ended.
         asked, alive = dict(self._known.follow_ups), set(self.alive)
         lines = await self.slurm.jobs(self._id, *asked)
         for id, where in asked.items():
@@ -464,7 +467,7 @@ class SlurmProvider:
                 self._known.follow_ups[id] = job.nodes
                 self._keep()
                 self._note(f"Slurm started the follow-up job {id} on {job.nodes}")
-            # It ended, or it was cancelled. A node that it had brought is lost by its own silence.
+            # It has ended or was cancelled. The coordinator notices by itself that the node is lost, if it had one.
             elif job is None or job.state not in WAITING | {"RUNNING"}:
                 del self._known.follow_ups[id]
                 self._keep()
@@ -475,29 +478,29 @@ class SlurmProvider:
         ours = lines.get(self._id)
         if ours is not None and ours.state == "RUNNING":
             names = await self.slurm.names(ours.nodes)
-            # Nodes of follow-up jobs are not in this job's own list. Without them every poll would take them
-            # for nodes that Slurm has taken away.
+            # Nodes of follow-up jobs are not in this job's own list. They are added here, or each poll would take them for nodes
+            # that Slurm has removed.
             followed = {node for node in self._known.follow_ups.values() if node}
             gone = (alive & self.alive) - set(names) - followed - set(self._known.bad) - self._known.going
             for node in gone:
                 self._known.going.add(node)
                 self._keep()
                 self._post(NodeTaken(node, "Slurm removed the node from the allocation"))
-            told = await self.slurm.nodes(sorted(self.alive))
-            for name, line in told.items():
+            nodes = await self.slurm.nodes(sorted(self.alive))
+            for name, line in nodes.items():
                 if line.going and name not in self._known.bad and name not in self._known.going:
                     self._known.going.add(name)
                     self._keep()
                     self._post(NodeGoing(name, f"Slurm drains the node: {line.reason or 'without a reason'}"))
-            # Posted with every poll. The coordinator acts on the first, and a new coordinator has to learn it
-            # as well.
+            # Posted at every poll: the coordinator acts on the first one, but a new coordinator has to be told as well.
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
                 self._post(Capacity(0, TIME_LIMIT, ours.left_s, NoticeCause.TIME_LIMIT))
             else:
                 self._foretell(ours.left_s)
 
     def _foretell(self, left_s: float | None) -> None:
-        """Lets the scripts know when the job will be stopped, as long before as the stop is before the time limit."""
+        """Tells the job's scripts when the job will be stopped. They are told `warn_s` before the stop, which comes `warn_s`
+        before the time limit."""
         warn_s = self._spec.slurm.warn_s
         soon = left_s is not None and left_s < 2 * warn_s
         if left_s is not None and soon:
@@ -507,8 +510,8 @@ class SlurmProvider:
         self._foretold = soon
 
     async def _readmit(self) -> None:
-        """Somebody has seen to a node that Slurm was told of, and let it in again. Whether it is well is for the deep
-        checks, if it is the same machine."""
+        """Lets the job use nodes again that were reported to Slurm and that the site has returned to service. The deep checks
+        decide whether such a node, if it is the same machine, is healthy."""
         lines = await self.slurm.nodes(sorted(self._known.told))
         back = {name for name, line in lines.items() if line.usable}
         if not back:
@@ -519,8 +522,7 @@ class SlurmProvider:
             self._failures.pop(name, None)
             self._note(f"Slurm has {name} in service again, so this job may use it")
         self._keep()
-        # A job that still waits in the queue has its excluded nodes written down by Slurm, so they are
-        # changed there.
+        # Slurm has stored the excluded nodes of follow-up jobs that still wait in the queue, so these are updated.
         for id, where in self._known.follow_ups.items():
             if where is None:
                 await self.slurm.run(
@@ -530,15 +532,15 @@ class SlurmProvider:
     # ------------------------------------------------------------ the end
 
     async def abandon(self) -> None:
-        """Stops at once, and leaves everything as it is."""
+        """Stops acting at once, and leaves everything as it is."""
         running = [t for t in (*self._tasks, self._polling) if t is not None]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     async def close(self, gives_back: bool = True) -> None:
-        """Gives back what was asked for beyond the allocation, and waits for the agents, which end with the job. Memory is
-        given back in any case: the nodes are others' next."""
+        """Cancels follow-up allocations, and waits for the agents, which end with the job. Memory is freed in any case, because
+        the nodes are given to other jobs."""
         if self._polling is not None:
             self._polling.cancel()
         if self._known.follow_ups:

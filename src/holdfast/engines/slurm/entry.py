@@ -1,4 +1,4 @@
-"""How Slurm's processes begin: the launcher in the batch script, and what runs on every node."""
+"""Common start of the processes that Slurm runs: the launcher in the batch script, and the program on every node."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
     """Runs a part of the job whose folder is in `--job-dir`; returns the exit code.
 
     Args:
-        module: as `python -m` has it.
-        log_file: within the folder's `logs`; empty: the log goes to stderr, which Slurm writes to a file of the node's.
+        module: its name for `python -m`.
+        run: the part.
+        log_file: in the folder's `logs`; empty: the log goes to stderr, which Slurm writes to a file for the node.
     """
     parser = argparse.ArgumentParser(prog=module)
     parser.add_argument("--job-dir", type=Path, required=True)
     job_dir: Path = parser.parse_args().job_dir
-    # Before any file is made: logs and the state of the job are for its user alone.
+    # Before any file is created, because logs and the state of the job must be readable only for its user.
     os.umask(0o077)
     try:
         check_own(job_dir)
@@ -45,10 +46,10 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
     spec = decode_file(_specs.decode, job_dir / "spec.json")
     close_log = logs.configure(
         spec.log,
-        # The launcher's own lines are about any node, so its own is no field of theirs.
+        # The launcher's messages may be about any node, so they do not have its own as a field.
         {"job": spec.name, "node": "" if log_file else os.environ.get("SLURMD_NODENAME", "")},
         file=job_dir / "logs" / log_file if log_file else None,
-        # What asyncio warns of before a new start puts the old logs away would be put away with them.
+        # Without other loggers: asyncio's warnings before a new start puts the old logs away would be put away with them.
         others=not log_file,
     )
     try:
@@ -61,20 +62,20 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
 
 
 class ThisNode(msgspec.Struct, frozen=True):
-    """The node that this process runs on."""
+    """The node on which this process runs."""
 
     node: str
     """Its name in Slurm."""
     host: str
-    """Its IPv4 address, which the other nodes reach."""
+    """Its IPv4 address, by which the other nodes reach it."""
     allocation: str
-    """The id of the Slurm job that it came with: the training job's own, or a follow-up's."""
+    """Id of the Slurm job that it belongs to: the training job's own, or a follow-up."""
     restarts: int
     """How often Slurm has requeued that job."""
 
 
 async def find_this_node(slurm: SlurmCommands) -> ThisNode:
-    """Of this process, from what Slurm told it.
+    """The node of this process, from the variables that Slurm has set.
 
     Raises:
         SlurmError: it was not started by Slurm.
@@ -82,13 +83,13 @@ async def find_this_node(slurm: SlurmCommands) -> ThisNode:
     node, allocation = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID")
     if node is None or allocation is None:
         raise SlurmError("this program is started only by Slurm, through `holdfast run --engine slurm`")
-    told = await slurm.nodes([node])
-    address = told[node].address if node in told else node
+    nodes = await slurm.nodes([node])
+    address = nodes[node].address if node in nodes else node
     return ThisNode(node, ip_of(address), allocation, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def ip_of(address: str) -> str:
-    """Of Slurm's NodeAddr, which may be a name."""
+    """The IPv4 address for Slurm's NodeAddr, which may be a name. Raises SlurmError if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The launcher within an allocation: it runs beside the coordinator, on the first node or on one that took over."""
+"""The launcher within an allocation. It runs beside the coordinator, on the first node or on one that took over."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from holdfast.protocol.wire.stored import decode_file
 
 ROSTER = "roster.json"
 WANTING = frozenset({NoticeCause.TIME_LIMIT, NoticeCause.PREEMPTION, NoticeCause.NODES})
-"""Why a job ends that wants to go on as soon as there are time and nodes again."""
+"""Causes of the end of a job that should continue as soon as it gets time and nodes again."""
 SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
-"""Slurm's reason for the end of a job whose batch script was killed; one that was cancelled has none."""
+"""Slurm's reasons for the end of a job whose batch script was killed; a cancelled job has no reason."""
 
 
 class SlurmLauncher(Launcher):
-    """One term in one allocation. term 0: the first; else what was claimed before, to go on with."""
+    """The launcher of one term in one allocation. term: the one that was claimed for a takeover; 0: a new start."""
 
     def __init__(self, spec: JobSpec, job_dir: Path, view: View, here: ThisNode, term: int = 0) -> None:
         super().__init__(spec, job_dir, view)
@@ -49,13 +49,13 @@ class SlurmLauncher(Launcher):
         return known.id if known else self._here.allocation
 
     async def open(self) -> NodeProvider:
-        """A new start prepares the job's folder; one that takes over finds everything there."""
+        """Prepares the job's folder for a new start. For a takeover everything is there already."""
         loop = asyncio.get_running_loop()
         if self.fresh:
-            # A term even for the first launcher. Slurm may requeue the script while processes of its last
-            # start still run on a node that was cut off.
+            # Even the first launcher claims a term: Slurm may requeue the script while processes of its last start still run on a
+            # node that was cut off.
             self.term = newest_term(self.job_dir) + 1
-            # The claim is a file that can be created once. Of two launchers exactly one goes on.
+            # The claim is a file that can be created only once, so that only one of two launchers continues.
             if not claim_term(self.job_dir, self.term, self._here.node):
                 raise SlurmError(f"another launcher runs the job in {self.job_dir}")
             folder = JobFolder(self.spec.name, here=False)
@@ -70,15 +70,15 @@ class SlurmLauncher(Launcher):
         return self._slurm_engine
 
     async def staff(self) -> None:
-        """Starts the agents, unless they run."""
+        """Starts the agents, unless they are running already."""
         await self._slurm_engine.start(self.fresh, self._here.node)
 
     def on_announcement(self, announcement: Announcement) -> None:
         """See `Launcher.on_announcement`."""
         if announcement.kind == "event":
             self._slurm_engine.on_event(announcement.value["kind"], announcement.value["fields"])
-            # Only the launcher of the newest term writes the roster. One that is cut off takes all nodes for lost and
-            # would write an empty one, by which any single node could take over.
+            # Only the launcher of the newest term writes the roster. One that is cut off considers all nodes lost and would write
+            # an empty roster, with which any single node could take over.
             changed = announcement.value["kind"] in ("node-joined", "node-lost", "node-left")
             if changed and newest_term(self.job_dir) == self.term:
                 write_roster(self.job_dir, self._slurm_engine.alive)
@@ -90,52 +90,52 @@ class SlurmLauncher(Launcher):
         await self._slurm_engine.abandon()
 
     def on_sigterm(self) -> None:
-        """Slurm takes the job's processes away. It signals the coordinator as well, which takes that for a request to hand
-        over: the next one hears of the stop from here."""
+        """Slurm ends the job's processes. Its signal reaches the coordinator as well, which takes it as a request to hand over,
+        so the next coordinator is told of the stop from here."""
         self.stop("Slurm ends the job", NoticeCause.PREEMPTION)
 
     # ------------------------------------------------------------ the end
 
     async def run(self) -> JobReport:
-        """See `Launcher.run`. `queued_again` in the report: the job goes on by itself, unless Slurm has decided otherwise."""
+        """See `Launcher.run`. `queued_again` in the report means that the job will continue by itself, unless Slurm decides
+        otherwise."""
         report = await super().run()
         again = self.spec.slurm.requeue and wants_requeue(report)
         return msgspec.structs.replace(report, queued_again=again)
 
     async def conclude(self, report: JobReport) -> None:
-        """What becomes of the allocation: it ends, or is queued again with what the job still has to do, unless Slurm has
-        decided already."""
+        """Ends the allocation, or queues it again if the job should continue, unless Slurm has decided already."""
         id, slurm = self.allocation, self._slurm_engine.slurm
         again = report.queued_again
         try:
             job = await slurm.job(id)
-            # Slurm has decided already where the job is in another state: cancelled by a person, or requeued
-            # by a preemption. A second requeue would start it twice.
+            # If the job is in another state, Slurm has decided already: the job was cancelled by a person, or requeued by a
+            # preemption. A second requeue would start it twice.
             again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
                 self.note(f"the job is queued again, to continue from its state: {report.reason}")
                 await slurm.run("scontrol", "requeue", id)
                 return
             jobs.write_allocation(self.job_dir, Allocation(engine="slurm", id=id, over=True))
-            if not self.fresh:  # the batch script, whose end is the job's, is lost
+            if not self.fresh:  # the batch script, whose end would end the job, is lost
                 await slurm.cancel(id)
         except SlurmError as error:
             self.note(str(error))
             jobs.write_allocation(self.job_dir, Allocation(engine="slurm", id=id, over=True))
 
     def _lost_its_script(self, job: JobLine) -> bool:
-        """Slurm ends the job because its batch script is no more: its host had been cut off, and came back."""
+        """Whether Slurm is ending the job because its batch script is gone: the script's host was cut off, and came back."""
         return not self.fresh and job.state == "COMPLETING" and job.reason in SCRIPT_GONE
 
 
 def wants_requeue(report: JobReport) -> bool:
-    """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop. By the report's
-    `cause`, whatever its `reason` says."""
+    """Whether the job ended for lack of time or nodes, and not because it finished, failed or was stopped. Decided by the
+    report's `cause`, and not by its `reason`, which is text."""
     return report.outcome in ("stopped", "failed") and report.cause in WANTING
 
 
 def write_roster(job_dir: Path, nodes: set[str]) -> None:
-    """The nodes that are in the job: half of them must miss the coordinator before one replaces it."""
+    """Writes which nodes are in the job: more than half of them must miss the coordinator before one of them replaces it."""
     work = job_dir / f".{ROSTER}.{os.uname().nodename}.{os.getpid()}"
     work.write_bytes(msgspec.json.encode(sorted(nodes)))
     work.replace(job_dir / ROSTER)
@@ -145,7 +145,7 @@ _rosters = msgspec.json.Decoder(list[str])
 
 
 def read_roster(job_dir: Path) -> list[str]:
-    """See `write_roster`; empty when nothing is known."""
+    """Reads the roster, see `write_roster`; empty: not known."""
     try:
         return decode_file(_rosters.decode, job_dir / ROSTER)
     except (OSError, Damaged):

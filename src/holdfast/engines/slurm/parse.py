@@ -1,7 +1,7 @@
-"""What Slurm's commands print, of any version: pure.
+"""Parses the output of Slurm's commands, of any version. Pure.
 
-Jobs are read from text whose columns we name, which no version has changed. Nodes come as JSON where `scontrol` has it
-(23.02 and newer), and its schema differs between versions; older ones print KEY=VALUE.
+Jobs are read from text with columns that we request, a format that no version has changed. Nodes are read from JSON if `scontrol`
+supports it (23.02 and newer), whose schema differs between versions; older versions print KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOPELESS = frozenset(
         "QOSNotAllowed",
     }
 )
-"""Reasons of a job that waits for what will not come by itself."""
+"""Reasons for which a job would wait for ever."""
 
 
 class JobLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,19 +39,19 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: str
-    """As `squeue` writes it in full, for example `RUNNING`."""
+    """Its state in `squeue`'s long form, for example `RUNNING`."""
     reason: str
-    """Why it waits; `None` where there is no reason."""
+    """Why it waits; the text `None` if there is no reason."""
     batch_host: str
     """The node that the batch script runs on."""
     left_s: float | None
     """Seconds until its time limit; None: it has no limit."""
     nodes: str
-    """As Slurm writes lists (`n[1-3]`)."""
+    """Its nodes in Slurm's notation (`n[1-3]`)."""
 
 
 class NodeLine(msgspec.Struct, frozen=True):
-    """A node as Slurm sees it."""
+    """A node according to Slurm."""
 
     name: str
     address: str
@@ -61,20 +61,20 @@ class NodeLine(msgspec.Struct, frozen=True):
 
     @property
     def usable(self) -> bool:
-        """New work may start there."""
+        """Whether new work may start there."""
         return not self.states & (GOING | DEAD)
 
     @property
     def going(self) -> bool:
-        """It is to leave, and lives."""
+        """Whether it is to be taken out of service but still works."""
         return bool(self.states & GOING) and not self.states & DEAD
 
 
 def parse_jobs(text: str) -> list[JobLine]:
-    """`squeue --noheader --format=JOB_FORMAT`."""
+    """Parses the output of `squeue --noheader --format=JOB_FORMAT`."""
     jobs = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        # The last column takes the rest of the line.
+        # The last column is the rest of the line.
         id, state, reason, host, left, nodes = line.split("|", 5)
         jobs.append(
             JobLine(id=id, state=state, reason=reason, batch_host=host, left_s=parse_limit(left), nodes=nodes)
@@ -83,8 +83,9 @@ def parse_jobs(text: str) -> list[JobLine]:
 
 
 def parse_limit(text: str) -> float | None:
-    """`minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours[:minutes[:seconds]]` in seconds; None for no
-    limit, or none that is known.
+    """Parses `minutes`, `minutes:seconds`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`; returns seconds.
+
+    None: there is no limit, or it is not known.
 
     Raises:
         ValueError: it is none of these.
@@ -95,14 +96,14 @@ def parse_limit(text: str) -> float | None:
     if match is None:
         raise ValueError(text)
     days, first, second, third = (int(g) if g else 0 for g in match.groups())
-    # Two parts mean minutes and seconds, but with days in front hours and minutes: Slurm reads them so.
+    # As in Slurm, two parts are minutes and seconds, but after days they are hours and minutes.
     if match[1] is not None or match[4] is not None:
         return float(((days * 24 + first) * 60 + second) * 60 + third)
     return float(first * 60 + second)
 
 
 def parse_nodes(text: str) -> list[NodeLine]:
-    """`scontrol show node`, as JSON or `--oneliner`, or `sinfo --json`."""
+    """Parses the output of `scontrol show node`, as JSON or `--oneliner`, or of `sinfo --json`."""
     text = text.strip()
     if text.startswith("{"):
         return [_from_json(n) for n in json.loads(text).get("nodes", [])]
@@ -110,7 +111,7 @@ def parse_nodes(text: str) -> list[NodeLine]:
 
 
 def _from_json(node: dict[str, Any]) -> NodeLine:
-    # A string in some versions and a list in others, of which some have the flags apart.
+    # A string in some versions and a list in others, some of which have the flags in another field.
     state = node.get("state", [])
     states = [state] if isinstance(state, str) else list(state)
     states += node.get("state_flags", [])
@@ -125,10 +126,10 @@ def _from_text(line: str) -> NodeLine:
     fields = dict(re.findall(r"(\w+)=(\S*)", line))
     states = set()
     for part in fields.get("State", "UNKNOWN").split("+"):
-        # The marks at the end stand for flags, and several may follow each other.
-        word = part.rstrip("*~#!%$@^-")
-        states |= {word} | {_ENDS[c] for c in part[len(word) :] if c in _ENDS}
-    # The reason is free text with blanks, and ends where Slurm adds who gave it and when.
+        # Characters at the end stand for flags, and there may be several.
+        state = part.rstrip("*~#!%$@^-")
+        states |= {state} | {_ENDS[c] for c in part[len(state) :] if c in _ENDS}
+    # The reason is free text with blanks. It ends where Slurm adds its author and time.
     reason = re.search(r" Reason=(.*?)(?: \[\w+@[^\]]*\]|$| Comment=)", line)
     name = fields["NodeName"]
     return NodeLine(
@@ -137,12 +138,12 @@ def _from_text(line: str) -> NodeLine:
 
 
 def parse_steps(text: str) -> dict[str, str]:
-    """`squeue --steps --format=STEP_FORMAT`: step names, each with the newest step of that name."""
+    """Parses the output of `squeue --steps --format=STEP_FORMAT`: step names, each with the id of the newest step of that
+    name."""
     steps: dict[str, str] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         id, name = line.split("|", 1)
-        # A node that was lost and came back has two steps of its name for a while. Only the newer one may be
-        # ended or watched.
+        # For a node that was lost and came back there are two steps of its name for a while, of which only the newer one counts.
         if name not in steps or _number(id) > _number(steps[name]):
             steps[name] = id
     return steps
@@ -154,19 +155,19 @@ def _number(step: str) -> int:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config`."""
+    """Parses the output of `scontrol show config`."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """`slurm 22.05.8` as (22, 5); (0, 0) when it says nothing of the kind."""
+    """Parses a version: `slurm 22.05.8` as (22, 5); (0, 0): there is none in the text."""
     match = re.search(r"(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def plain_error(text: str) -> str:
-    """The first thing that a command complained about, without its name."""
+    """The first error message in a command's output, without the command's name."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "error" in line.lower()] or lines
-    return re.sub(r"^\w+: (?:(?:fatal )?error: )?", "", told[0]) if told else "it printed nothing"
+    errors = [line for line in lines if "error" in line.lower()] or lines
+    return re.sub(r"^\w+: (?:(?:fatal )?error: )?", "", errors[0]) if errors else "it printed nothing"

@@ -1,4 +1,4 @@
-"""The batch scripts that are submitted: pure."""
+"""The batch scripts that are submitted to Slurm. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODULE = "holdfast.engines.slurm"
 
 
 def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
-    """The job: all its nodes, spares among them. The script starts the launcher on the first of them."""
+    """The script of a job with all its nodes, spares included. It starts the launcher on the first node."""
     options = spec.slurm
     lines = [
         f"--job-name={spec.name}",
@@ -20,10 +20,10 @@ def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
         "--ntasks-per-node=1",
         "--exclusive",
         "--mem=0",
-        # The job outlives the loss of a node. Slurm's default would end all of it.
+        # The job survives the loss of a node. By default Slurm would end it.
         "--no-kill",
         "--requeue" if options.requeue else "--no-requeue",
-        # B: to the batch script alone. USR1 would end the workers, which have no handler for it.
+        # B: only to the batch script, because USR1 would end the workers, which have no handler for it.
         f"--signal=B:USR1@{options.warn_s}",
         f"--chdir={shlex.quote(spec.cwd)}",
         f"--output={shlex.quote(str(job_dir))}/slurm-%j.out",
@@ -34,14 +34,19 @@ def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
 
 
 def follow_up_name(spec: JobSpec) -> str:
-    """Of the Slurm jobs that bring further nodes."""
+    """Name of the Slurm jobs that provide further nodes."""
     return f"{spec.name}+1"
 
 
 def follow_up_script(
     spec: JobSpec, job_dir: Path, home: Path, without: list[str], minutes: int | None
 ) -> str:
-    """One more node for a job that runs. without: nodes that it must not be. minutes: as long as the job has left."""
+    """The script that provides one more node for a running job.
+
+    Args:
+        without: nodes to exclude.
+        minutes: time limit, which is the rest of the job's; None: it has none.
+    """
     lines = [
         f"--job-name={follow_up_name(spec)}",
         "--nodes=1",

@@ -1,4 +1,4 @@
-"""Submits a job to Slurm and follows it. The job does not need this process: it goes on when it dies."""
+"""Submits a job to Slurm and follows it. The job does not depend on this process, and continues if it dies."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from holdfast.protocol.job_view import JobView
 from holdfast.protocol.network.endpoint import read_endpoint
 
 LOOK_S = 1.0
-"""Slurm has no event for a job that begins."""
+"""Polling interval in seconds, since Slurm has no event for the start of a job."""
 
 
 def check_options(spec: JobSpec) -> None:
-    """Raises UsageError for wishes that cannot be."""
+    """Raises UsageError for options that cannot work."""
     options = spec.slurm
     for given in options.sbatch_args:
         _check_sbatch_arg(given)
@@ -41,8 +41,8 @@ def check_options(spec: JobSpec) -> None:
             "--time must be in Slurm's notation: minutes, hours:minutes:seconds or days-hours (got "
             f"{options.time_limit!r}), for example 30, 4:00:00 or 2-0"
         ) from None
-    # Twice, so at least half of the time is for training: a job that begins to save as soon as it has started
-    # would queue, start and save for ever.
+    # Twice, so that at least half of the time is for training: a job that saves as soon as it has started would be queued,
+    # started and saved without end.
     if limit_s is not None and limit_s < 2 * options.warn_s:
         raise UsageError(
             f"--time {options.time_limit}: {limit_s:g} s is too short, because the job stops {options.warn_s} s "
@@ -77,12 +77,13 @@ _NOT_FOR_SBATCH = {
     ),
     "wait": ("W", "`holdfast run` waits for the job's end"),
 }
-"""Options of sbatch that contradict the submitted script, or make several jobs of it: the short form, and what to do."""
+"""Options of sbatch that contradict the submitted script or make several jobs of it, with their short form and what to do
+instead."""
 
 
 def _check_sbatch_arg(given: str) -> None:
     name = given.partition("=")[0].split(" ", 1)[0]
-    # sbatch takes any beginning of a name that begins no other (`--arr`), and of a letter the value at once (`-a0-3`).
+    # sbatch accepts unambiguous prefixes of names (`--arr`), and values directly after a letter (`-a0-3`).
     begun = [long for long in _NOT_FOR_SBATCH if len(name) > len("--n") and f"--{long}".startswith(name)]
     for long, (short, instead) in _NOT_FOR_SBATCH.items():
         is_short = bool(short) and not name.startswith("--") and name.startswith(f"-{short}")
@@ -102,29 +103,28 @@ class Submitter:
 
     @property
     def script(self) -> str:
-        """What is submitted."""
+        """The batch script that is submitted."""
         return job_script(self._spec, self._folder.path, jobs.home().absolute())
 
     async def submit(self) -> str:
-        """Returns the id of the Slurm job.
+        """Submits the job; returns the id of the Slurm job.
 
         Raises:
-            UsageError: Slurm is not there, or would never run the job; nothing is left behind.
+            UsageError: Slurm is not installed, or would never run the job. Nothing was changed.
         """
         check_installed()
         check_options(self._spec)
         path = self._folder.path
         known = jobs.read_allocation(path)
         try:
-            # Asked of Slurm and not of the file: a job that was cancelled in the queue could not write that
-            # it is over.
+            # By Slurm's state and not by the file, because a job that was cancelled in the queue could not record its end there.
             there = await self._slurm.job(known.id) if known is not None else None
             if there is not None and there.state not in ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED"):
                 raise UsageError(
                     f"a job named {self._spec.name!r} is in Slurm's queue (job {there.id}, {there.state.lower()}): "
                     f"see `holdfast status --job {self._spec.name}`, or choose another name with --job"
                 )
-            # Everything that can be refused is refused before the old ledger is put away.
+            # Everything that can be refused is checked before the old ledger is put away.
             await self._slurm.try_submit(self.script, path)
             await self._check_limit()
             self._folder.put_away()
@@ -136,7 +136,8 @@ class Submitter:
         return self._id
 
     async def _check_limit(self) -> None:
-        """Slurm takes jobs that ask for more time than their partition has, and never starts them."""
+        """Raises UsageError if the job's time is more than its partition's limit: Slurm accepts such jobs but never starts
+        them."""
         options = self._spec.slurm
         asked_s = parse.parse_limit(options.time_limit)
         if asked_s is None or not options.partition:
@@ -162,8 +163,8 @@ class Submitter:
         while True:
             await self._begun()
             async with JobClient(self._folder.path) as client:
-                # Both, because either may be first. The coordinator says that the job ended; Slurm knows of
-                # an end that the coordinator did not survive.
+                # Either may be first. The coordinator reports the end of the job; Slurm also knows of an end that the coordinator
+                # did not survive.
                 watching = asyncio.create_task(self._watch(client))
                 over = asyncio.create_task(self._over())
                 done, left = await asyncio.wait((watching, over), return_when=asyncio.FIRST_COMPLETED)
@@ -179,14 +180,13 @@ class Submitter:
             await self._ask("update", f"jobid={self._id}", "starttime=now")  # two minutes later by default
 
     async def _begun(self) -> None:
-        """Waits until the job's coordinator is there, and says what Slurm waits for."""
+        """Waits for the job's coordinator, and shows what Slurm waits for."""
         shown = ""
         while read_endpoint(self._folder.path) is None:
             job = await self._job()
             if job is None or job.state not in parse.LIVING:
                 raise HoldfastError(self._why_gone())
-            # Slurm holds a job whose batch script was killed. Here that is no sign of a bad script, but of a
-            # lost node.
+            # Slurm holds a requeued job whose batch script was killed. Here that means a lost node and not a faulty script.
             if job.reason == parse.HELD_AGAIN:
                 await self._ask("release", self._id)
             now = f"the Slurm job {self._id} is {job.state.lower()}" + (
@@ -214,18 +214,17 @@ class Submitter:
                 self._view.note(announcement.value["text"])
 
     async def _over(self) -> bool:
-        """Waits until Slurm has ended the job; True when it is queued again."""
+        """Waits until Slurm has ended the job; True: it is queued again."""
         while True:
             job = await self._job()
             known = jobs.read_allocation(self._folder.path)
-            # Over by the job's own word: Slurm may take minutes to end the last step, and the report is
-            # there.
+            # The job's own record is enough: Slurm may take minutes to end the last step, while the report exists already.
             if known is not None and known.over and (job is None or job.state == "COMPLETING"):
                 return False
             if job is None or job.state not in parse.LIVING:
                 return False
             if job.state in parse.WAITING and (self._folder.path / "report.json").exists():
-                # Else the wait for the next start would find the last start's address.
+                # Otherwise the wait for the next start would find the address of the last one.
                 (self._folder.path / "coordinator.json").unlink(missing_ok=True)
                 return True
             await asyncio.sleep(LOOK_S)
@@ -243,7 +242,7 @@ class Submitter:
         self._spawn(self._stop(self._interrupts > 1))
 
     async def _stop(self, at_once: bool) -> None:
-        # A job that still waits has no coordinator that could stop it in order.
+        # A job that still waits has no coordinator that could stop it.
         begun = read_endpoint(self._folder.path) is not None
         if begun and not at_once:
             self._view.note("stopping after this step; press Ctrl-C again to cancel the Slurm job at once")
@@ -288,7 +287,7 @@ class Submitter:
 
 
 class RankZero:
-    """A view that also shows what rank 0 prints, out of its log in the shared folder."""
+    """A view that also shows the output of rank 0, from its log in the shared folder."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -305,8 +304,8 @@ class RankZero:
     def status(self, status: JobView) -> None:
         """See `View`."""
         self._view.status(status)
-        # Inotify reports nothing of what workers on other machines write to the shared folder. A status comes
-        # often enough to look instead.
+        # Inotify does not report writes by other machines to the shared folder. Statuses come often enough to check the log each
+        # time.
         self._tail.look()
 
     def output(self, data: bytes) -> None:
@@ -318,12 +317,12 @@ class RankZero:
         self._view.note(text)
 
     def close(self) -> None:
-        """Shows the rest."""
+        """Shows the rest of the output, and stops."""
         self._tail.close()
 
 
 async def submit_and_follow(spec: JobSpec, folder: JobFolder, view: View) -> JobReport:
-    """Returns the job's report."""
+    """Submits a job and shows it until it is over; returns its report."""
     shown = RankZero(TolerantView(view))
     try:
         submitter = Submitter(spec, folder, shown)
