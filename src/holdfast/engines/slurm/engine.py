@@ -295,7 +295,8 @@ class SlurmProvider:
         if not reached or self._failures[node] >= FAILURES:
             self._known.bad[node] = reason
             if node == self.batch_host and not reached:
-                # Slurm would send the batch script's end after it, and take that for the job's when it arrives.
+                # Otherwise Slurm would end the batch script there too, and take its end for the job's once the node answers
+                # again.
                 self._note(f"{node} is not reported to Slurm: the job's batch script ran there")
             else:
                 await self._tell(node, state, reason)

@@ -25,10 +25,10 @@ class Ssh(Engine):
     title = "Hosts, with --engine ssh; --address also with join"
 
     def nodes(self, options: SshOptions) -> KnownNodes:
-        """The hosts.
+        """The hosts from the options.
 
         Raises:
-            UsageError: none is given, or one cannot be.
+            UsageError: none is given, or an option is invalid.
         """
         from holdfast.engines.ssh.addresses import plan_ssh
 
@@ -43,7 +43,7 @@ class Ssh(Engine):
         )
 
     def plan(self, spec: JobSpec, options: SshOptions) -> JobSpec:
-        """With one host in each place.
+        """Adds the options with the checked list of hosts.
 
         Raises:
             UsageError: there are fewer hosts than nodes.
@@ -53,8 +53,8 @@ class Ssh(Engine):
         from holdfast.engines.ssh.addresses import plan_ssh
 
         ssh, nodes = plan_ssh(options), spec.max_nodes + spec.spares
-        # Refused although the job could start smaller: the sizes are what the person asked for, and a missing
-        # host is more often a typing error than a wish.
+        # Refused although the job could start with fewer nodes: the user asked for these sizes, and a missing host is more likely
+        # a typing error.
         if nodes > len(ssh.hosts):
             raise UsageError(
                 f"--hosts has {len(ssh.hosts)} hosts, but {spec.max_nodes} nodes and {spec.spares} spares need {nodes}; "

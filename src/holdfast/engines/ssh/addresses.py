@@ -1,5 +1,4 @@
-"""Hosts as they are given, which address the coordinator listens on, and which one each host's agent binds: from what sshd says
-on each host."""
+"""Checks the given hosts, and chooses the addresses of the coordinator and of each host's agent from what sshd reports there."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from typing import NamedTuple
 from holdfast.errors import UsageError
 from holdfast.protocol.job_options import SshOptions
 
-# No dash first: ssh would take such a host for an option, and options of ssh can run programs.
+# Must not begin with a dash: ssh would take such a host for an option, and options of ssh can run programs.
 _HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def plan_ssh(given: SshOptions) -> SshOptions:
-    """The options with one host in each place and absolute paths.
+    """The options with the hosts as a list, one host per entry, and with absolute paths.
 
     Raises:
-        UsageError: a host, file, address or variable that cannot be.
+        UsageError: a host, file, address or variable is invalid.
     """
     hosts = tuple(h.strip() for text in given.hosts for h in text.split(",") if h.strip())
     for host in hosts:
-        # The numbers of nodes are the local engine's, and `--node 3` of a command means node3.
+        # Not a number: `--node 3` of a command means node3, as the local engine names nodes.
         if not _HOST.fullmatch(host) or host.rpartition("@")[2].isdecimal():
             raise UsageError(
                 f"--hosts {host!r}: must be a name that ssh accepts, for example a,b or user@10.0.0.7; put ports, "
@@ -60,14 +59,14 @@ def _check_address(text: str) -> None:
 
 
 class Seen(NamedTuple):
-    """The two ends of a connection of ssh, as the host has them; empty: unknown."""
+    """The two addresses of an ssh connection as the host sees them; empty: unknown."""
 
     client: str
     server: str
 
 
 def plain_address(text: str) -> str:
-    """An address of SSH_CONNECTION, as IPv4 where it has one; empty when others cannot use it."""
+    """An address from SSH_CONNECTION, as IPv4 if it is a mapped one; empty: other machines cannot use it."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -76,12 +75,12 @@ def plain_address(text: str) -> str:
         return str(address)
     if address.is_loopback:
         return "127.0.0.1"
-    # fe80::...: each machine has its own number for the link.
+    # A link-local address (fe80::...) is valid only with a scope, which differs between machines.
     return "" if address.is_link_local else str(address.ipv4_mapped or address)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether an address can be reached only from its own machine."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -89,11 +88,12 @@ def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str]
     """The coordinator's address.
 
     Args:
-        seen: what each host sees, with its name. given: `--address`; empty: chosen by what the hosts see.
+        seen: the addresses that each host sees, by its name.
+        given: `--address`; empty: chosen by what the hosts see.
         is_ours: whether this machine has an address.
 
     Raises:
-        UsageError: no address of this machine can be one that all hosts reach.
+        UsageError: the given address cannot be used, or none is known that all hosts reach.
     """
     away = {name: ends for name, ends in seen.items() if not is_loopback(ends.server)}
     if given:
@@ -107,7 +107,7 @@ def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str]
         return given
     if not away:
         return "127.0.0.1"
-    # By the most hosts. A host that is this machine sees a loopback address, which says nothing about the others.
+    # The one that most hosts see. A host that is this machine sees a loopback address, which is of no use for the others.
     counted = Counter(e.client for e in away.values() if e.client and not is_loopback(e.client))
     for address, _ in counted.most_common():
         if is_ours(address):
@@ -121,7 +121,7 @@ def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str]
 
 
 def why_apart(ends: Seen, coordinator: str) -> str | None:
-    """Why the agent of this host and the others could not reach each other; None: they can, as far as is known."""
+    """Why the agent of this host and the other processes cannot reach each other; None: they can, as far as is known."""
     own = bind_address(ends, coordinator)
     if (":" in own) == (":" in coordinator):
         return None
@@ -133,8 +133,8 @@ def why_apart(ends: Seen, coordinator: str) -> str | None:
 
 
 def bind_address(ends: Seen, coordinator: str) -> str:
-    """What the agent of a host binds. coordinator: `choose_address`'s."""
-    # A host that ssh reaches over loopback is this machine. Others must reach its agent, too.
+    """The address that the agent of a host binds. coordinator: the address from `choose_address`."""
+    # A host that ssh reaches by loopback is this machine, whose agent the other hosts must reach as well.
     if is_loopback(ends.server) and not is_loopback(coordinator):
         return coordinator
     return ends.server

@@ -1,7 +1,7 @@
 """One connection to a host: the system's `ssh`, whose other end is `holdfast.engines.ssh.node`.
 
-The user's ssh and not a library: keys, agents, jump hosts, certificates, hardware keys and every word of ~/.ssh/config are as
-the user has them, and what works by hand works here.
+This uses the user's ssh instead of a library, so that keys, agents, jump hosts, certificates, hardware keys and everything in
+~/.ssh/config apply, and what works by hand works here.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from holdfast.errors import HoldfastError, ProtocolError
 
 CONNECT_S = 10
 GREETING_S = 60.0
-"""A first import over a slow file system takes long; one that takes longer is said, and tried again."""
+"""Seconds until the greeting, since a first import over a slow file system takes long. After that the host is reported and tried
+again."""
 ANSWER_S = 60.0
 FOREIGN_LINES = 200
-"""So many lines may a shell's start-up files print."""
+"""Number of lines that a shell's start-up files may print."""
 STDERR_BYTES = 8192
 OPTIONS = (
-    # A question would wait for ever: nobody sees it behind the live view.
+    # A prompt would wait for ever, since it is not visible behind the live view.
     "BatchMode=yes",
     f"ConnectTimeout={CONNECT_S}",
-    # A connection whose other end is gone must end, or nobody would make a new one.
+    # A connection whose other end is gone must end, so that a new one is made.
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
-    # What a user's configuration may ask for interactive use, and what would keep ssh from running the command
-    # or from ending with it.
+    # Settings that a user's configuration may have for interactive use, and with which ssh would not run the command or would not
+    # end with it.
     "RequestTTY=no",
     "RemoteCommand=none",
     "PermitLocalCommand=no",
@@ -54,7 +55,7 @@ OPTIONS = (
 
 
 class HostError(HoldfastError):
-    """A host that cannot be used now; a sentence that names it."""
+    """A host cannot be used now. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +65,22 @@ class SshSettings:
     config: str
     """Path of ssh's configuration; empty: the user's own."""
     python: str
-    """The interpreter's path on the hosts."""
+    """Path of the Python interpreter on the hosts."""
     version: str
-    """Holdfast's, which the hosts must have too."""
+    """Version of Holdfast, which the hosts must have as well."""
 
 
 def ssh_command(host: str, reach: SshSettings) -> list[str]:
-    """The command line. It has no secret: those go over its standard input."""
+    """The command line of ssh. It has no secrets, which are sent over its standard input."""
     config = ["-F", reach.config] if reach.config else []
     options = [part for option in OPTIONS for part in ("-o", option)]
-    # -P as in `python_module`: the folder of the login is not looked into for modules.
+    # -P as in `python_module`, so that modules are not imported from the login's folder.
     remote = shlex.join([reach.python, "-P", "-m", "holdfast.engines.ssh.node"])
     return ["ssh", *config, *options, "--", host, remote]
 
 
 class Connection:
-    """An open connection, whose greeting was read. `close` ends it; the agent lives on."""
+    """An open connection whose greeting has been read. `close` ends it; the agent continues to run."""
 
     def __init__(self, host: str, process: asyncio.subprocess.Process, reach: SshSettings) -> None:
         self.host, self._process, self._reach = host, process, reach
@@ -92,7 +93,7 @@ class Connection:
         """Connects and reads the greeting.
 
         Raises:
-            HostError: the host cannot be used, and why.
+            HostError: the host cannot be used, with the reason.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -101,7 +102,7 @@ class Connection:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=LINE_BYTES,
-                # Ctrl-C in the terminal is for the launcher, which ends the job in order over this connection.
+                # Ctrl-C in the terminal must reach only the launcher, which ends the job in order over this connection.
                 start_new_session=True,
             )
         except FileNotFoundError:
@@ -121,8 +122,8 @@ class Connection:
         return made
 
     async def _greeting(self) -> Greeting:
-        # Bounded: a shell that prints for ever at login would hold a place among those that are connected,
-        # and say nothing of the host.
+        # Bounded, because a shell that prints without end at login would occupy one of the limited number of connection attempts,
+        # and the user would not be told why.
         for _ in range(FOREIGN_LINES):
             try:
                 line = await self._line()
@@ -144,10 +145,10 @@ class Connection:
         raise HostError(failure(self.host, code, stderr, self._reach.python, self._reach.version))
 
     async def ask(self, order: ToHost) -> FromHost:
-        """Sends an order; returns the next line of the host's. Only before `answers` is read.
+        """Sends an order; returns the host's next message. Must not be called once `answers` is being read.
 
         Raises:
-            HostError: the host refuses, or the connection ended.
+            HostError: the host refuses, does not answer in time, or the connection ended.
         """
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -163,7 +164,7 @@ class Connection:
         raise HostError(f"{self.host}: the ssh connection ended")
 
     async def send(self, order: ToHost) -> None:
-        """Raises HostError when the connection has ended."""
+        """Sends an order. Raises HostError if the connection has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(to_host(order))
@@ -172,7 +173,7 @@ class Connection:
             raise HostError(f"{self.host}: the ssh connection ended") from None
 
     async def answers(self) -> AsyncIterator[FromHost]:
-        """What the host says, until the connection ends."""
+        """The host's messages, until the connection ends."""
         while True:
             try:
                 line = await self._line()
@@ -202,14 +203,14 @@ class Connection:
             ) from None
 
     async def _drain(self) -> None:
-        """Keeps the end of what ssh prints, and reads the rest, so that ssh never waits for it."""
+        """Reads ssh's standard error, so that ssh never blocks on it, and keeps the end of it."""
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(4096):
             self._stderr += data
             del self._stderr[:-STDERR_BYTES]
 
     async def close(self) -> None:
-        """Ends the connection. The process on the host sees the end of its input and leaves; its agent does not."""
+        """Ends the connection. The process on the host ends with its input; the agent continues to run."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

@@ -36,9 +36,9 @@ from holdfast.protocol.wire.stored import read_stored_word
 
 CLOSE_S = 5.0
 KILLED_S = 2.0
-"""A host that is there says within this time that its agent has ended."""
+"""Seconds within which a reachable host reports that its agent has ended after it was told to kill it."""
 TOGETHER = 32
-"""Hosts that are connected at a time: each connection costs this machine a process and some cryptography."""
+"""Number of hosts to which connections are made at a time: each costs this machine a process and some cryptography."""
 _IN_MOVED_TO = 0x80
 
 
@@ -58,7 +58,15 @@ class SshProvider:
         note: Callable[[str], None],
         post: Callable[[Availability], None],
     ) -> None:
-        """env: variables for the agents. output: gets what rank 0 prints. post: tells the coordinator about capacity."""
+        """Starts nothing yet.
+
+        Args:
+            reach: how the hosts are reached.
+            env: variables for the agents.
+            output: gets the output of rank 0.
+            note: shows a message to the user.
+            post: tells the coordinator about available nodes.
+        """
         self._spec, self._job_dir, self._reach, self._env = spec, job_dir, reach, env
         self._output, self._note, self._post = output, note, post
         self._ssh = dict(zip(spec.ssh.names, spec.ssh.hosts, strict=True))
@@ -87,7 +95,7 @@ class SshProvider:
     # ------------------------------------------------------------ before the job starts
 
     async def survey(self) -> tuple[dict[str, Seen], dict[str, str]]:
-        """Connects all hosts; returns what each that answers sees, and what is wrong with each other one."""
+        """Connects to all hosts; returns the addresses that each reachable host sees, and the problem of each other host."""
         problems: dict[str, str] = {}
 
         async def try_one(name: str) -> None:
@@ -100,7 +108,10 @@ class SshProvider:
         return {name: self._ends(link) for name, link in self._surveyed.items()}, problems
 
     async def check(self, address: str, port: int) -> dict[str, str]:
-        """Asks every connected host whether the job can run there; returns what is wrong, and lets go of those hosts."""
+        """Asks every connected host whether the job can run there; returns the problems by host, and disconnects those hosts.
+
+        address, port: the coordinator's.
+        """
         self._coordinator = (address, port)
         problems: dict[str, str] = {}
 
@@ -119,7 +130,7 @@ class SshProvider:
     async def _connect(self, name: str) -> Connection:
         async with self._connecting:
             link = await Connection.open(self._ssh[name], self._reach)
-        # `mismatch` and the addresses are judged here and for a host that comes later alike.
+        # Checked here, so that this applies to hosts that are connected later as well.
         wrong = mismatch(name, link.greeting, self._ours, self._reach.python)
         if wrong is None and not self._ends(link).server:
             wrong = (
@@ -162,7 +173,7 @@ class SshProvider:
     # ------------------------------------------------------------ agents
 
     async def start(self, count: int, identity: str) -> None:
-        """Starts agents on the first `count` hosts, those that answered before others. identity: of the job's memory."""
+        """Starts agents on the first `count` hosts, preferring those that answered. identity: of the job's snapshot memory."""
         self._identity = identity
         self._folder = Inotify(self._pass_on_endpoint)
         self._folder.watch(self._job_dir, _IN_MOVED_TO)
@@ -171,7 +182,7 @@ class SshProvider:
         self._managing = asyncio.create_task(self._manage())
 
     async def _manage(self) -> None:
-        """Connects whatever is due."""
+        """Starts the connections that are due. Runs until cancelled."""
         while True:
             self._news.clear()
             for name in self._hosts.due(self._now()):
@@ -190,7 +201,7 @@ class SshProvider:
             link = self._surveyed.pop(name, None)
             if link is None:
                 link = await self._connect(name)
-                # Random: several hosts may be checked at once, each with files of its own.
+                # Random, because several hosts may be checked at the same time, each with markers of its own.
                 marker = secrets.token_hex(8)
                 with Markers(self._spec, self._job_dir, marker):
                     await self._check(link, marker)
@@ -207,7 +218,7 @@ class SshProvider:
             await self._listen(name, link)
         finally:
             self._links.pop(name, None)
-            # Nothing if the host said that its agent has ended.
+            # This has no effect if the host has reported the end of its agent.
             self._hosts.cut(name, self._now())
             self._news.set()
             await link.close()
@@ -241,11 +252,11 @@ class SshProvider:
         elif running and answer.attached:
             self._note(f"connected to {name} again; its agent kept running")
         self._links[name] = link
-        # One that a coordinator wrote between the reading of the file and this line.
+        # In case a coordinator has written a new one since the file was read above.
         self._pass_on_endpoint()
 
     def _shares(self, name: str, boot: str) -> bool:
-        """Whether another one of the hosts is the same machine."""
+        """Whether another host is the same machine."""
         return any(h.boot == boot for h in self._hosts.all.values() if h.name != name)
 
     async def _listen(self, name: str, link: Connection) -> None:
@@ -261,33 +272,34 @@ class SshProvider:
                 return
 
     def _tell(self, name: str, text: str) -> None:
-        # A host that stays away for a night would else fill the screen.
+        # Only once in a row: a host that stays unreachable for a night would otherwise fill the screen.
         if self._last_told.get(name) != text:
             self._last_told[name] = text
             self._note(text)
 
     def _pass_on_endpoint(self) -> None:
-        """To hosts that do not share the folder: the agents there connect to the new coordinator."""
+        """Sends the coordinator's address to the hosts, so that agents that do not share the folder connect to a new
+        coordinator."""
         endpoint = read_endpoint(self._job_dir)
         if endpoint is not None:
             for name in list(self._links):
                 self._spawn(self._send(name, CoordinatorStarted(endpoint)))
 
     async def _send(self, name: str, order: CoordinatorStarted | Kill | Close) -> bool:
-        """Whether it could be sent."""
+        """Sends an order to a host, if it is connected. Returns whether it was sent."""
         link = self._links.get(name)
         if link is None:
             return False
         try:
             await link.send(order)
         except HostError:
-            return False  # a new connection says it again
+            return False  # it is sent again on a new connection
         return True
 
     # ------------------------------------------------------------ see Engine
 
     async def provide(self) -> bool:
-        """Starts an agent on a host of the reserve. Hosts that were lost are tried again in any case."""
+        """Starts an agent on a host of the reserve. Hosts that were lost are tried again independently of this."""
         why = self._hosts.provide(self._now())
         if why:
             self._post(NodeUnavailable(why))
@@ -296,11 +308,11 @@ class SshProvider:
         return True
 
     async def release(self, order: ReleaseNode) -> None:
-        """Ends what runs there, where the host can be reached. Where not, its agent ends by itself, or is turned away by
-        the coordinator; a new connection ends it too."""
+        """Ends the agent, if its host can be reached. Otherwise the agent ends by itself or is rejected by the coordinator, or a
+        new connection ends it."""
         node = order.node
         if order.planned:
-            # One that was drained for another reason is somebody's to bring back.
+            # If it was drained for another reason than a resize, only a person brings it back.
             self._hosts.left(node, returns=order.cause is NoticeCause.RESIZE)
             self._spawn(self._end_after_hooks(node))
         else:
@@ -309,12 +321,12 @@ class SshProvider:
         self._news.set()
 
     async def _end(self, node: str) -> None:
-        """Ends the agent of a lost node. A host that does not do it at once is cut off, so that it can be tried again."""
+        """Ends the agent of a lost node. If the host does not do so at once its connection is closed, so that it can be tried
+        again."""
         link = self._links.get(node)
         if link is not None and await self._send(node, Kill()):
             await asyncio.sleep(KILLED_S)
-            # Still the same connection: a host that came back meanwhile has a new one, which is not to be
-            # cut.
+            # Only if it is still the same connection: a host that came back in the meantime has a new one.
             if self._links.get(node) is link:
                 await link.close()
 
@@ -325,22 +337,22 @@ class SshProvider:
             await self._send(node, Kill())
 
     async def mark(self, node: str, reason: str) -> None:
-        """The job does not use the host any more. Nobody else is told: hosts without a scheduler have no owner to tell."""
+        """Stops using the host. Nothing else is told: without a scheduler there is nothing that manages the hosts."""
         self._hosts.bad(node)
         self._note(f"{node} is not used any more: {reason}")
 
     async def reboot(self, node: str, reason: str) -> None:
-        """A person has to: ssh gives no right to it. The host is used again once it was rebooted."""
+        """Asks the user to reboot the host, since ssh may not have the permission. The host is used again after the reboot."""
         self._hosts.reboot(node, self._now())
         self._note(f"reboot {node} ({reason}): it then joins the job again without further action")
         self._news.set()
 
     def on_event(self, kind: str, node: str) -> None:
-        """An event of the job that says which nodes are in it, or that it has ended."""
+        """Takes an event of the job, of which nodes that join and the job's end matter."""
         if kind == "node-joined":
             self._hosts.joined(node, self._now())
         elif kind == "ended":
-            # The agents end with the job, and nobody is to start them again.
+            # The agents end with the job, and must not be started again.
             self._closing = True
             if self._managing is not None:
                 self._managing.cancel()
@@ -348,7 +360,8 @@ class SshProvider:
     # ------------------------------------------------------------ the end
 
     async def close(self, gives_back: bool = True) -> None:
-        """Ends every agent that can be reached. The others end by the coordinator's word, or without one after `orphan_s`."""
+        """Ends every agent that can be reached. The others end when the coordinator tells them to, or without it after
+        `orphan_s`."""
         self._closing = True
         if self._managing is not None:
             self._managing.cancel()
@@ -357,15 +370,15 @@ class SshProvider:
         within_s = CLOSE_S + self._hooks_s
         for name in list(self._links):
             await self._send(name, Close(within_s, gives_back))
-        # Each task ends when its host says that the agent has, or with the connection. Attempts to connect have
-        # nothing to end.
+        # Each of these tasks ends when its host reports the end of the agent, or with the connection. Attempts to connect are
+        # just cancelled.
         listening = [t for t in self._tasks if t.get_name() in self._links]
         if listening:
             await asyncio.wait(listening, timeout=within_s + 2.0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in self._surveyed.values():  # of the reserve
+        for link in self._surveyed.values():  # connections to unused hosts
             await link.close()
 
     def _spawn(self, coroutine: object, name: str = "") -> None:
@@ -376,5 +389,5 @@ class SshProvider:
 
 
 def environment_of(names: tuple[str, ...], here: dict[str, str]) -> dict[str, str]:
-    """`--env`'s variables, with this environment's values; those that are not set are left out."""
+    """The variables of `--env` with their values in this environment; variables that are not set are left out."""
     return {name: here[name] for name in names if name in here}

@@ -1,4 +1,4 @@
-"""What went wrong with a host, in one sentence that names it and says what to do: pure."""
+"""Explains what is wrong with a host, in one sentence that names it and says what to do. Pure."""
 
 from __future__ import annotations
 
@@ -45,24 +45,31 @@ _NO_PYTHON = (
 
 
 def failure(name: str, code: int | None, stderr: str, python: str, version: str) -> str:
-    """Of a connection that ended before the host's first line. code: ssh's exit code, which is the command's unless it is
-    255. python: what should have run there. version: Holdfast's, here."""
+    """Explains a connection that ended before the host's greeting.
+
+    Args:
+        name: the host's.
+        code: ssh's exit code, which is that of the remote command unless it is 255.
+        stderr: what ssh printed.
+        python: the interpreter that should have run there.
+        version: Holdfast's on this machine.
+    """
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
     fields = {"name": name, "python": python, "version": version, "last": last}
-    # Before the marks: the shell's own codes for a program that is not there are certain, while stderr may
-    # hold anything that a login prints.
+    # Checked first, because the shell's exit codes for a missing program are certain, while stderr may contain anything that a
+    # login prints.
     if code in (126, 127):
         return f"{name}: {_NO_PYTHON.format(**fields)}"
-    for marks, told in _MARKS:
+    for marks, explanation in _MARKS:
         if any(mark in stderr for mark in marks):
-            return f"{name}: {told.format(**fields)}"
+            return f"{name}: {explanation.format(**fields)}"
     return f"{name}: ssh ended with exit code {code}{f' ({last})' if last else ''}; try `ssh {name}`"
 
 
 def mismatch(name: str, theirs: Greeting, ours: Greeting, python: str) -> str | None:
     """Why a host's environment cannot take part; None: it can."""
-    # Exactly equal and not compatible: members exchange messages and tensors, and a job of two versions fails
-    # in a step and not at its start.
+    # The versions must be equal and not just compatible: nodes exchange messages and tensors, and a job with two versions would
+    # fail during a step instead of at its start.
     for what, there, here in (
         ("Holdfast", theirs.version, ours.version),
         ("Python", theirs.python, ours.python),

@@ -44,7 +44,7 @@ class SshLauncher(Launcher):
         )
 
     async def run(self) -> JobReport:
-        """Connects the hosts, then see `Launcher.run`.
+        """Connects to the hosts, then runs the job, see `Launcher.run`.
 
         Raises:
             UsageError: too few hosts can be used. Nothing was started.
@@ -52,8 +52,8 @@ class SshLauncher(Launcher):
         try:
             self.note(f"connecting {len(self.spec.ssh.hosts)} hosts")
             seen, self._problems = await self._ssh_engine.survey()
-            # Counted before anything is made: with too few hosts the job's folder, its token and the ledger
-            # of the run before stay as they are.
+            # Checked before anything is created: with too few hosts the job's folder, its token and the ledger of the previous
+            # run stay as they are.
             self._enough(len(seen))
             self.host = choose_address(seen, self.spec.ssh.address, _is_ours)
         except BaseException:
@@ -66,7 +66,7 @@ class SshLauncher(Launcher):
         """Checks the hosts, then prepares the job's folder."""
         assert self._listener is not None
         try:
-            # The socket listens already, so a host that cannot reach it says so before anything starts.
+            # The socket listens already, so that a host that cannot reach it reports this before anything is started.
             self._problems |= await self._ssh_engine.check(self.host, self._listener.getsockname()[1])
             self._enough(len(self.spec.ssh.hosts) - len(self._problems))
         except BaseException:
@@ -83,11 +83,11 @@ class SshLauncher(Launcher):
     def _enough(self, count: int) -> None:
         least = self.spec.max_nodes if self.spec.wait_for_spare else self.spec.min_nodes
         if count < least:
-            told = "\n".join(self._problems.values())
-            raise UsageError(f"{count} of the {least} hosts that the job needs can be used:\n{told}")
+            problems = "\n".join(self._problems.values())
+            raise UsageError(f"{count} of the {least} hosts that the job needs can be used:\n{problems}")
 
     async def staff(self) -> None:
-        """Starts an agent on the first hosts."""
+        """Starts agents on the first hosts."""
         identity = read_stored_word(self.job_dir / "identity")
         await self._ssh_engine.start(self.spec.max_nodes + self.spec.spares, identity)
 

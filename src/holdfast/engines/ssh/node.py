@@ -1,7 +1,7 @@
-"""`python -m holdfast.engines.ssh.node`: the launcher's hands on a host, at the other end of ssh.
+"""`python -m holdfast.engines.ssh.node`: the launcher's process on a host, at the other end of ssh.
 
-It checks the host, starts the agent in a session of its own, passes on what the agent prints, and carries out what the
-launcher says. When the connection ends, it ends; the agent does not: the agent's connection to the coordinator decides.
+It checks the host, starts the agent in a session of its own, passes on the agent's output, and carries out the launcher's orders.
+It ends with the ssh connection. The agent does not, but depends on its own connection to the coordinator.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ REACH_S = 5.0
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent of a node, as the job's folder on its host has it."""
+    """Record of a node's agent in the job's folder on its host."""
 
     start: str
-    """Of the launcher that started it."""
+    """Id of the launcher's start that started it."""
     pid: int
     began: int
-    """When the process began, in ticks since the boot: with the boot it tells two processes of one number apart."""
+    """When the process began, in clock ticks since the boot. Together with `kernel` it distinguishes processes with the same
+    pid."""
     kernel: str
 
 
 def greeting() -> Greeting:
-    """Of this environment."""
+    """The greeting for this environment and connection."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = ""
-    # CLIENT_IP CLIENT_PORT SERVER_IP SERVER_PORT, by sshd.
+    # sshd sets it to CLIENT_IP CLIENT_PORT SERVER_IP SERVER_PORT.
     ends = os.environ.get("SSH_CONNECTION", "").split()
     return Greeting(
         version=__version__,
@@ -78,7 +79,7 @@ def greeting() -> Greeting:
 
 
 def find_problems(asked: Check, shared: bool) -> list[str]:
-    """Why the job cannot run here; each a sentence without the host's name."""
+    """Why the job cannot run on this host; each a sentence without the host's name. shared: see `HostChecked`."""
     from holdfast.engines.folders import find_environment_problems, find_tier_problem
 
     found = find_environment_problems(
@@ -101,10 +102,10 @@ _running = msgspec.json.Decoder(Running)
 
 
 class HostSession:
-    """One connection's state on this host."""
+    """The host's side of one connection."""
 
     def __init__(self, say: int) -> None:
-        """say: the descriptor that leads to the launcher."""
+        """say: file descriptor for messages to the launcher."""
         self._say_to = say
         self._folder = Path()
         self._shared = False
@@ -119,7 +120,8 @@ class HostSession:
         self._seen = 0
 
     def say(self, message: FromHost) -> None:
-        """Blocks while the connection stalls. The agent does not notice: it prints to a file."""
+        """Sends a message to the launcher. Blocks while the connection stalls, without effect on the agent, which writes to a
+        file."""
         data = from_host(message)
         while data:
             data = data[os.write(self._say_to, data) :]
@@ -131,7 +133,7 @@ class HostSession:
         ending = asyncio.create_task(self._over.wait())
         await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
-            reading.result()  # what broke it is told by its traceback
+            reading.result()  # raises its error, if there was one
         if self._closing is not None:
             await self._closing
         if self._over.is_set():
@@ -170,7 +172,7 @@ class HostSession:
         from holdfast.engines import jobs
         from holdfast.engines.folders import is_marked
 
-        # The launcher's path here too, so that one folder is one folder where hosts share it.
+        # The launcher's path is used here as well, so that hosts that share the folder use the same one.
         os.environ["HOLDFAST_HOME"] = asked.home
         self._folder = jobs.job_dir(asked.job)
         self._shared = is_marked(self._folder, asked.nonce)
@@ -198,13 +200,13 @@ class HostSession:
 
         self._start = order.start
         (self._folder / "hosts").mkdir(exist_ok=True, mode=0o700)
-        # Two connections to one host may meet here, an old one that was not known to be dead and a new one. There is
-        # never more than one agent of a node.
+        # Two connections to one host may get here at the same time: an old one that is not known to be dead, and a new one. There
+        # must never be more than one agent of a node.
         with (self._folder / "hosts" / f"{order.node}.lock").open("w") as lock:
             await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
             found = self._find(order.node)
-            # An agent of an earlier start holds the job's ports and its memory, and would join a coordinator
-            # that knows nothing of it. It has ended before the next one begins.
+            # An agent of an earlier start holds the job's ports and its memory, and would join a coordinator that does not expect
+            # it. So it is ended before the next one is started.
             if found is not None and (order.fresh or found.start != order.start):
                 self._signal(signal.SIGKILL)
                 await self._gone.wait()
@@ -247,27 +249,27 @@ class HostSession:
                 stderr=out,
                 cwd=order.spec.cwd,
                 env=env,
-                # The end of the connection is none of the agent's.
+                # The agent must not end with the connection.
                 start_new_session=True,
             )
         pid = self._process.pid
         self._watch(os.pidfd_open(pid))
         known = Running(start=order.start, pid=pid, began=_began(pid), kernel=kernel_id())
-        # Written beside and renamed, after the process runs: a connection that comes next finds it, or finds
-        # none. Half a file would be read as none, and a second agent be started.
+        # Written to a temporary file and renamed: half a file would be read as none, so that the next connection would start a
+        # second agent.
         work = self._folder / "hosts" / f".{order.node}.json"
         work.write_bytes(msgspec.json.encode(known))
         work.replace(self._folder / "hosts" / f"{order.node}.json")
         return pid
 
     def _find(self, node: str) -> Running | None:
-        """The agent of this node that runs here, held by its pidfd; None: none does."""
+        """The agent of this node that runs here, held by its pidfd; None: there is none."""
         try:
             known = decode_file(_running.decode, self._folder / "hosts" / f"{node}.json")
             fd = os.pidfd_open(known.pid)
         except (OSError, Damaged, OverflowError):
             return None
-        # After the pidfd is open, so that the number cannot be given to another process between look and use.
+        # Checked after the pidfd is open, so that the pid cannot be reused in between.
         if known.kernel != kernel_id() or _began(known.pid) != known.began:
             os.close(fd)
             return None
@@ -292,7 +294,7 @@ class HostSession:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     async def _close(self, within_s: float, gives_back: bool) -> None:
-        # Asked first: an agent that lost its coordinator ends in order at this signal.
+        # SIGTERM first, on which an agent that has lost its coordinator ends in order.
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(within_s):
@@ -327,7 +329,7 @@ class HostSession:
 
 
 def _began(pid: int) -> int:
-    """0: there is no such process."""
+    """When a process began, in clock ticks since the boot; 0: there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -336,7 +338,7 @@ def _began(pid: int) -> int:
 
 
 async def _serve() -> None:
-    # Whatever a library prints must not come between the lines to the launcher.
+    # Standard output is redirected to standard error, so that output of libraries does not mix with messages to the launcher.
     say = os.dup(1)
     os.dup2(2, 1)
     reader = asyncio.StreamReader(limit=LINE_BYTES)
@@ -348,7 +350,7 @@ async def _serve() -> None:
 
 
 def main() -> None:
-    """Serves one connection."""
+    """Serves one connection over standard input and output."""
     os.umask(0o077)
     asyncio.run(_serve())
 

@@ -1,6 +1,6 @@
-"""What the launcher and its process on a host say to each other over ssh: one JSON object a line, both ways.
+"""The messages between the launcher and its process on a host over ssh: one JSON object per line, in both directions.
 
-Secrets come this way and no other. A command line and, on some systems, an environment can be read by everybody on the host.
+Secrets are sent only this way: command lines and, on some systems, environments can be read by every user of the host.
 """
 
 from __future__ import annotations
@@ -13,79 +13,79 @@ from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.wire.decoding import decode
 
 PREFIX = b"holdfast-host "
-"""Begins every line of the host's. A shell's start-up file may print something before the first."""
+"""Prefix of every line from the host, before whose first message a shell's start-up file may print other lines."""
 LINE_BYTES = 1 << 20
-"""A line is shorter: what comes from a host is bounded."""
+"""Largest length of a line, which bounds what a host can send."""
 OUTPUT_BYTES = 1 << 16
-"""Output of workers in one message, at most."""
+"""Largest piece of output in one message."""
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):
-    """The host's first line."""
+    """The host's first message."""
 
     version: str
-    """Holdfast's."""
+    """Version of Holdfast."""
     python: str
-    """`3.11`: minor versions differ in what they can load."""
+    """Python's version as in `3.11`: minor versions differ in what they can load."""
     torch: str
-    """Its version; empty: it is not installed."""
+    """Version of torch; empty: it is not installed."""
     boot: str
-    """Identifies one boot of one machine."""
+    """Id of the boot, unique across machines."""
     client: str
-    """The launcher's address as this host sees it; empty where sshd does not tell."""
+    """The launcher's address as this host sees it; empty: sshd does not report it."""
     server: str
-    """The host's own address of this connection; empty where sshd does not tell."""
+    """The host's own address of this connection; empty: sshd does not report it."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """Asks whether the job can run there. Nothing is started or changed."""
+    """Asks whether the job can run on the host. No process is started."""
 
     home: str
     """`$HOLDFAST_HOME` of the launcher; the host uses the same path."""
     job: str
     nonce: str
-    """What the launcher wrote into its folders, so that the host knows a folder that both see."""
+    """Name of the markers in the launcher's folders, by which the host recognizes folders that both share."""
     script: str
     module: bool
     digest: str
-    """Of the script's bytes; empty for a module."""
+    """SHA-256 of the script; empty for a module."""
     cwd: str
     preload: tuple[str, ...]
     tiers: tuple[str, ...]
     """URLs of the durable tiers."""
     coordinator: tuple[str, int]
-    """Where the launcher listens."""
+    """Address and port at which the launcher listens."""
 
 
 class HostChecked(msgspec.Struct, frozen=True, tag="checked"):
-    """Whether the job can run there."""
+    """Whether the job can run on the host."""
 
     shared: bool
-    """The job's folder is the launcher's."""
+    """Whether the job's folder is shared with the launcher."""
     problems: tuple[str, ...] = ()
     """Why the job cannot run there, each a sentence without the host's name."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """Starts the host's agent, or takes note of the one that runs."""
+    """Starts the host's agent, or attaches to one that runs."""
 
     spec: JobSpec
     token: str
     identity: str
-    """Names the job's snapshot memory."""
+    """Identity of the job's snapshot memory."""
     start: str
-    """Of this launcher alone: an agent of an earlier one is ended."""
+    """Id of this launcher's start: an agent of an earlier start is ended."""
     node: str
     address: str
-    """What the agent binds."""
+    """The address that the agent binds."""
     endpoint: Endpoint | None
-    """Of the coordinator, if there is one already."""
+    """The coordinator's, if there is one already."""
     env: dict[str, str]
     """Variables for the agent and its workers."""
     fresh: bool
-    """An agent that runs is ended first: the job has gone on without it."""
+    """Whether to end a running agent first, because the job has continued without it."""
     seen: int
-    """Bytes of the agent's output that the launcher has."""
+    """Number of bytes of the agent's output that the launcher already has."""
     shared_machine: bool
 
 
@@ -93,9 +93,9 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     """The agent runs."""
 
     pid: int
-    """The agent's."""
+    """The agent's process id."""
     attached: bool
-    """It ran already."""
+    """Whether it was running already."""
 
 
 class CoordinatorStarted(msgspec.Struct, frozen=True, tag="coordinator"):
@@ -105,20 +105,20 @@ class CoordinatorStarted(msgspec.Struct, frozen=True, tag="coordinator"):
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):
-    """Ends the agent at once; the kernel then ends its workers."""
+    """Kills the agent, upon which the kernel ends its workers."""
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """The job is over."""
 
     within_s: float
-    """How long the agent has to end in order."""
+    """Seconds that the agent has to end in order."""
     gives_back: bool
-    """Its snapshot memory is given back."""
+    """Whether to free the job's snapshot memory on the host."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
-    """What the agent printed: the output of rank 0, if that is on this host."""
+    """Output of the agent, which includes that of rank 0 if it is on this host."""
 
     data: bytes
 
@@ -127,7 +127,7 @@ class AgentEnded(msgspec.Struct, frozen=True, tag="ended"):
     """The agent is gone."""
 
     code: int | None
-    """Its exit code; None: it was started by an earlier connection, so nobody knows."""
+    """Its exit code; None: not known, because it was started by an earlier connection."""
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -153,15 +153,14 @@ def from_host(message: FromHost) -> bytes:
 
 
 def read_order(line: bytes) -> ToHost:
-    """Raises ProtocolError for a line that is none."""
+    """Decodes a line from the launcher. Raises ProtocolError if it is invalid."""
     return decode(_to_host.decode, line, "what the launcher says", error=ProtocolError, most=LINE_BYTES)
 
 
 def read_answer(line: bytes) -> FromHost | None:
-    """None for a line that somebody else printed there. Raises ProtocolError for one that is damaged."""
-    # Lines of others are passed over and not refused: a shell's start-up file is none of ours to mend, and a
-    # host that greets its users can be used.
+    """Decodes a line from the host; None: the line is from another program. Raises ProtocolError if it is damaged."""
+    # Lines of other programs are ignored, so that a host whose shell prints something at login can be used.
     if not line.startswith(PREFIX):
         return None
-    word = line[len(PREFIX) :]
-    return decode(_from_host.decode, word, "what the host says", error=ProtocolError, most=LINE_BYTES)
+    body = line[len(PREFIX) :]
+    return decode(_from_host.decode, body, "what the host says", error=ProtocolError, most=LINE_BYTES)
