@@ -1,1 +1,1 @@
-"""Where nodes come from."""
+"""Engines, which provide the nodes of a job."""

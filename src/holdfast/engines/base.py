@@ -1,4 +1,4 @@
-"""What an engine is: where the nodes of a job come from, and how the command line asks it for them."""
+"""The interface of an engine, which provides the nodes of a job, for the command line and for launchers."""
 
 from __future__ import annotations
 

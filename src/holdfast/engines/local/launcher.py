@@ -60,7 +60,8 @@ class LocalProvider:
         rack = self._racks.get(name) or self._emptiest_rack()
         arguments = agent_arguments(self._job_dir, name, HOST, self._memory / name, rack)
         arguments.append("--shared-machine")
-        # What an agent writes to its output is shown to the user, rank 0's own output among it: so only warnings go there.
+        # An agent's output, which includes that of rank 0, is shown to the user. So its log goes to a file, and only warnings to
+        # its output.
         arguments.append(f"--log-file={self._job_dir / 'logs' / 'agents' / name}.log")
         ours, theirs = os.pipe()
         try:

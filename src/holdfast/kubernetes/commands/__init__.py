@@ -1,1 +1,1 @@
-"""What commands outside of the cluster need: making a job, following it, and the way to its coordinator."""
+"""For commands outside of the cluster: submits a job, follows it, and reaches its coordinator."""

@@ -1,1 +1,1 @@
-"""What the operator decides, from what it knows of a job. Pure."""
+"""The operator's decisions about a job, from what it has observed. Pure."""
