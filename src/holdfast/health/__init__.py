@@ -1,1 +1,2 @@
-"""The health of a node: what is read of the machine, rules over it, checks, stragglers."""
+"""The health of a node: sources that read the machine, rules that judge the readings, checks, and the detection of
+stragglers."""

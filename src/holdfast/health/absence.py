@@ -1,4 +1,4 @@
-"""Lines that must come: soon after a worker's start, and again and again."""
+"""Rules about lines that are expected in a worker's log: soon after its start, and repeatedly from then on."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import msgspec
 from holdfast.health.rules import Rule
 
 RANKS_OF_ABSENCE = (0,)
-"""Whose log must show a line when the rule does not say: most scripts print on rank 0 only."""
+"""The ranks whose logs must show the line if the rule names none: most scripts print on rank 0 only."""
 
 
 class Training(msgspec.Struct):
-    """A worker that trains."""
+    """A worker that is training."""
 
     rank: int
     since_s: float
-    """When it began."""
+    """When its training began."""
     seen_s: dict[str, float] = {}
-    """When each rule's line came last, by the rule's name."""
+    """When the line of each rule was last seen, by the rule's name."""
     reported: set[str] = set()
-    """Rules whose missing line was reported."""
+    """Rules whose missing line was already reported."""
 
 
 class Absence:
-    """Who trains, and which lines each of them still owes."""
+    """Keeps track of the workers that train, and of the lines that each of them has yet to print."""
 
     def __init__(self) -> None:
         self._rules: list[Rule] = []
         self._training: dict[str, Training] = {}
 
     def set_rules(self, rules: Iterable[Rule]) -> None:
-        """Other rules from now on."""
+        """Replaces the rules."""
         self._rules = list(rules)
 
     def on_training_started(self, worker: str, rank: int, now_s: float) -> None:
-        """The worker trains from now on, perhaps again: what it owes is counted anew."""
+        """The worker starts to train, possibly not for the first time: its deadlines start anew."""
         # A new entry each time: after a recovery or a resize the worker repeats work and may be silent for as
-        # long as after its first start. What it owed before must not be held against it.
+        # long as after its first start. Deadlines from before must not be held against it.
         self._training[worker] = Training(rank, now_s)
 
     def on_training_paused(self, worker: str) -> None:
-        """It owes nothing now."""
+        """No line is expected from the worker until it trains again."""
         # While a generation forms, a worker waits for others and prints nothing. Counting that time would
         # report the healthy workers of every recovery.
         self._training.pop(worker, None)
@@ -59,7 +59,7 @@ class Absence:
         return not rule.start_after or (training is not None and now_s >= training.since_s + rule.start_after)
 
     def on_line(self, rule: Rule, worker: str, now_s: float) -> None:
-        """The line came."""
+        """Records that the expected line appeared."""
         training = self._training.get(worker)
         if training is not None:
             training.seen_s[rule.id] = now_s
@@ -67,35 +67,35 @@ class Absence:
             training.reported.discard(rule.id)
 
     def next_due_s(self) -> float | None:
-        """When the next line is overdue."""
-        return min((due for _, _, due, _ in self._owed()), default=None)
+        """When the next expected line becomes overdue."""
+        return min((due for _, _, due, _ in self._expected()), default=None)
 
     def overdue(self, now_s: float) -> list[tuple[Rule, str, str]]:
-        """Rule and worker of every line that is overdue; each is told once until the line comes."""
-        overdue = [(rule, worker, words) for rule, worker, due, words in self._owed() if due <= now_s]
+        """Rule, worker and message for every line that is overdue. Each is reported once until the line appears again."""
+        overdue = [(rule, worker, message) for rule, worker, due, message in self._expected() if due <= now_s]
         for rule, worker, _ in overdue:
             self._training[worker].reported.add(rule.id)
         return overdue
 
-    def _owed(self) -> list[tuple[Rule, str, float, str]]:
-        owed = []
+    def _expected(self) -> list[tuple[Rule, str, float, str]]:
+        expected = []
         for rule in self._rules:
             for worker, training in self._training.items():
-                # Every rank that must print and does not would be a finding of its own, and most scripts
-                # print on rank 0 only: looked for on all ranks, such a rule would blame the whole job.
+                # Every rank that should print but does not would be a finding of its own. Most scripts print
+                # on rank 0 only, so a rule that looked at all ranks would report the whole job.
                 if training.rank not in (rule.ranks or RANKS_OF_ABSENCE) or rule.id in training.reported:
                     continue
                 seen = training.seen_s.get(rule.id)
                 counts_s = training.since_s + rule.start_after
                 if seen is None:
                     within = rule.start_within or rule.every
-                    words = (
+                    message = (
                         f"no line like {rule.pattern!r} within {rule.start_after + within:g} s of the start"
                     )
-                    owed.append((rule, worker, counts_s + within, words))
+                    expected.append((rule, worker, counts_s + within, message))
                 elif rule.every:
-                    words = f"no line like {rule.pattern!r} for {rule.every:g} s"
+                    message = f"no line like {rule.pattern!r} for {rule.every:g} s"
                     # A line that came early, before `start_after` was over, must not bring the next one
                     # forward.
-                    owed.append((rule, worker, max(seen, counts_s) + rule.every, words))
-        return owed
+                    expected.append((rule, worker, max(seen, counts_s) + rule.every, message))
+        return expected

@@ -1,4 +1,5 @@
-"""Calls that may never come back (a driver, a file server): made in a thread of their own, given up after a while."""
+"""Calls that may never return (into a driver, to a file server): made in a thread of their own and abandoned after a
+time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class NoAnswerError(Exception):
-    """The call has not come back. waited_s: since it was made."""
+    """The call has not returned. waited_s: the time since it was made."""
 
     def __init__(self, what: str, waited_s: float) -> None:
         super().__init__(f"{what} has not answered for {waited_s:.0f} s")
@@ -30,16 +31,16 @@ class _Call(Generic[T]):
     def make(self) -> None:
         try:
             self.result = self.work()
-        # Everything, also what is no Exception: an error that ended this thread would leave the caller
-        # waiting for its limit, and every later call after it.
+        # BaseException too: an error that ended this thread would leave the caller waiting until its limit,
+        # and every later caller as well.
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             self.error = error
         self.done.set()
 
 
 class BoundedCaller:
-    """One thread for calls into one thing. While a call hangs no other is made: there is never more than one thread that
-    hangs, and only the first caller waits for it."""
+    """One thread for the calls into one driver or server. While a call hangs, no other call is made: at most one thread
+    hangs, and only the first caller waits for the limit."""
 
     def __init__(self, what: str, limit_s: float) -> None:
         self._what, self._limit_s = what, limit_s
@@ -48,10 +49,10 @@ class BoundedCaller:
         self._thread: threading.Thread | None = None
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises.
+        """Returns or raises what `work` does.
 
         Raises:
-            NoAnswerError: it did not come back within the limit, or an earlier call did not yet.
+            NoAnswerError: it did not return within the limit, or an earlier call has not returned yet.
         """
         # No second call while one hangs. A call into a driver that waits in the kernel cannot be cancelled
         # (state D ignores even SIGKILL), so each further one would leave one more thread for good.

@@ -1,4 +1,4 @@
-"""What this machine is."""
+"""Properties of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose checksum of the state differs from that of the others who hold the same. Pure."""
+"""Finds the replicas whose checksum of the state differs from that of the others. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DifferingReplicas:
-    """Replicas that do not hold the same."""
+    """Replicas whose state differs although it should be equal."""
 
     workers: tuple[str, ...]
-    """Those that are wrong or, if nobody can tell, all."""
+    """The replicas that are wrong, or all if nothing tells which."""
     proven: bool
-    """More than half of all agree on another value, at least two of them."""
+    """More than half of all replicas, and at least two, agree on another value."""
 
 
 def apart(sums: Mapping[str, int]) -> DifferingReplicas | None:
-    """Of the workers that hold one shard, each with its checksum; None: they agree."""
+    """Compares the checksums of the workers that hold the same shard. sums: worker to checksum. None: they agree."""
     if len(set(sums.values())) < 2:
         return None
     value, times = Counter(sums.values()).most_common(1)[0]
-    # Two that differ cannot tell which of them errs: it takes a third. Half against half is no proof, either.
+    # Of two that differ, nothing tells which one is wrong; that takes a third. An even split proves nothing,
+    # either.
     if times >= 2 and 2 * times > len(sums):
         return DifferingReplicas(
             tuple(sorted(name for name, own in sums.items() if own != value)), proven=True

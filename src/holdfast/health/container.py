@@ -1,4 +1,4 @@
-"""Whether this process is in a container: files of the image are there in the place of the machine's."""
+"""Tells whether this process runs in a container, where files of the image take the place of the machine's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _FILES = (".dockerenv", "run/.containerenv", "run/systemd/container")
 _VARIABLES = ("KUBERNETES_SERVICE_HOST", "container", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 """`container` is set by podman, LXC and systemd-nspawn."""
 _GROUPS = ("kubepods", "docker", "containerd", "libpod", "crio", "lxc")
-"""In the names of the control groups that runtimes make. With a cgroup namespace of its own a container does not see them."""
+"""Parts of the names of control groups that container runtimes make. A container with a cgroup namespace of its own
+does not see them."""
 
 
 def in_container(root: Path, environ: Mapping[str, str]) -> bool:
-    """Whether anything says so. A container that says nothing is taken for a machine.
+    """Whether anything indicates a container. A container that gives no indication is taken for a machine.
 
     root: where the file systems are mounted. environ: variables of this process.
     """

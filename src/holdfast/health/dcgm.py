@@ -1,8 +1,8 @@
-"""GPUs as DCGM tells of them, where its exporter runs: for agents that cannot ask the driver themselves.
+"""GPUs as the exporter of DCGM reports them, for agents that cannot ask the driver themselves.
 
-`HOLDFAST_DCGM_URL` names the exporter's page of metrics. Its readings have the names of the driver's own, so the same
-rules judge them; where the agent has the driver's library this source stays out, for two that count the same would
-count it twice.
+`HOLDFAST_DCGM_URL` names the exporter's page of metrics. Its readings have the same names as those of the driver's
+library, so the same rules judge them. If the agent has that library this source is not used, because both would count
+the same errors.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _WANTED = {*_NAMES, _XID, _XID_COUNT}
 # DCGM writes special large numbers for `not supported`, `not found` and `no permission`; as values they would
 # exceed every limit.
 _NO_VALUE = 0x7FFFFFF0
-"""From here on DCGM's blank values begin (dcgm_structs.h)."""
+"""DCGM's blank values start here (dcgm_structs.h)."""
 
 
 class Dcgm:
-    """One exporter's page, read every `every_s` seconds."""
+    """Reads one exporter's page every `every_s` seconds."""
 
     name = "dcgm"
     every_s = DCGM_S
@@ -72,7 +72,8 @@ class Dcgm:
         self._seen: dict[str, str] = {}
 
     def read(self) -> Iterator[Reading | LogLine]:
-        """As the driver's library, as far as the exporter is set up to tell; Xids as the kernel's lines."""
+        """The same readings as from the driver's library, as far as the exporter is configured to give them; Xids as
+        lines of the kernel."""
         try:
             samples = self._caller.call(lambda: list(parse_samples(self._fetch(self._url))))
         except (NoAnswerError, OSError, ValueError) as error:
@@ -100,18 +101,19 @@ class Dcgm:
             elif name in _NAMES:
                 # Under NVML's name as the source, so that the rules and users' changes of them hold for both.
                 yield Reading(source="nvml", name=_NAMES[name], value=value, subject=subject, device=uuid)
-        # A GPU that DCGM has lost is no longer on its page.
+        # A GPU that DCGM has lost no longer has an entry on the page.
         for uuid, subject in self._seen.items():
             yield Reading(
                 source="nvml", name="nvml.lost", value=float(uuid not in here), subject=subject, device=uuid
             )
 
     def _last(self, pci: str, uuid: str, code: float) -> Iterator[LogLine]:
-        """The gauge holds the last Xid: the first look may see an old one, and a repeated one cannot be seen."""
+        """The gauge holds the last Xid only: on the first read it may be an old one, and the same Xid again cannot be
+        seen."""
         before = self._last_xid.get(uuid)
         self._last_xid[uuid] = code
-        # The gauge has no time and is never cleared. Where the exporter counts by code as well (below), both
-        # may tell of one Xid; the rules' bursts make it one finding.
+        # The gauge has no time and is never cleared. If the exporter also counts by code (below), both may
+        # report one Xid; the bursts of the rules make it one finding.
         if before is not None and code not in (before, 0.0) and pci:
             yield xid_line(pci, int(code))
 
@@ -124,12 +126,12 @@ class Dcgm:
             yield xid_line(pci, int(xid))
 
     def close(self) -> None:
-        """Gives its thread back."""
+        """Releases its thread."""
         self._caller.close()
 
 
 def parse_samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of every sample that somebody here asks for and that has a value. Raises ValueError."""
+    """(name, labels, value) of every sample that is used here and has a value. Raises ValueError."""
     # Filtered as text first: a page of a node with eight GPUs has thousands of lines, and parsing them all
     # takes longer than everything else here.
     wanted = "\n".join(line for line in page.splitlines() if line.partition("{")[0] in _WANTED)
@@ -148,7 +150,7 @@ def fetch_page(url: str) -> str:
 
 
 def dcgm_sources(machine: MachineRoot) -> list[Dcgm]:
-    """One, where the environment says where and the driver's library is not to be had."""
+    """The source for `HOLDFAST_DCGM_URL`, if it is set and the driver's library is not available."""
     url = os.environ.get(URL_VARIABLE, "")
     if not url or machine.stand_in or load_nvml() is not None:
         return []

@@ -1,4 +1,4 @@
-"""Drives and arrays: what the kernel counts, and what NVMe drives say of themselves."""
+"""Drives and arrays: the kernel's counters, and what NVMe drives report about themselves."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NVME_ADMIN_COMMAND = 0xC0484E41
 _GET_LOG_PAGE, _SMART_LOG, _ALL_NAMESPACES = 0x02, 0x02, 0xFFFFFFFF
 _LOG_BYTES = 512
 _DRIVE = re.compile(r"sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+")
-"""Drives, and not loops, arrays and partitions: what an array moves is what its drives move."""
+"""Drives only, without loop devices, arrays and partitions: what an array transfers is what its drives transfer."""
 _COMMAND = struct.Struct("=BBHIIIQQIIIIIIIIII")
 """struct nvme_passthru_cmd of linux/nvme_ioctl.h."""
 
 
 class Smart(msgspec.Struct, frozen=True):
-    """What of a drive's log (NVM Express, SMART / Health Information) rules are about."""
+    """The fields of a drive's log (NVM Express, SMART / Health Information) that rules use."""
 
     critical_warning: int
     used_percent: int
@@ -39,13 +39,13 @@ class Smart(msgspec.Struct, frozen=True):
 
 
 class Disks:
-    """Drives and arrays: errors, drives that went offline, arrays that lack one."""
+    """Drives and arrays: errors, drives that went offline, arrays with a missing drive."""
 
     name = "disk"
     every_s = DISKS_S
 
     def __init__(self, machine: MachineRoot, smart: Callable[[str], Smart] | None = None) -> None:
-        """smart: reads a drive's own log, given its device file; None: the kernel's way, on a real machine."""
+        """smart: reads a drive's own log, given its device file; None: through the kernel, if this is a real machine."""
         self._sys = machine.root / "sys"
         self._smart = smart or (None if machine.stand_in else nvme_smart)
         self._callers: dict[str, BoundedCaller] = {}
@@ -71,11 +71,11 @@ class Disks:
                 # The file is in hexadecimal (`0x2`). Counted from when the disk was found, and from zero
                 # again after it was removed and came back.
                 yield from number("disk", "disk.io_errors", device / "ioerr_cnt", name, serial, base=16)
-                yield from _word("disk.state", device / "state", name, serial)
+                yield from _text_reading("disk.state", device / "state", name, serial)
         drives = self._sys / "class/nvme"
         for name in names(drives):
             serial = _serial(drives / name)
-            yield from _word("nvme.state", drives / name / "state", name, serial)
+            yield from _text_reading("nvme.state", drives / name / "state", name, serial)
             for sensor in (entry for entry in names(drives / name) if entry.startswith("hwmon")):
                 # The drive's own limit, which differs with the model; a temperature in degrees would need a
                 # table of models.
@@ -88,8 +88,8 @@ class Disks:
             yield from number("disk", "fs.errors", systems / name / "errors_count", name)
 
     def _own_log(self, smart: Callable[[str], Smart], name: str, serial: str) -> Iterator[Reading]:
-        # A thread for each drive: a controller that hangs is what this is about, and the others must still be
-        # read.
+        # A thread for each drive, because this source is meant to find controllers that hang, and the other
+        # drives must still be read.
         caller = self._callers.setdefault(name, BoundedCaller(f"drive {name}", ANSWER_S))
         try:
             log = caller.call(lambda: smart(f"/dev/{name}"))
@@ -107,7 +107,7 @@ class Disks:
             yield Reading(source="disk", name=field, value=float(value), subject=name, device=serial)
 
     def close(self) -> None:
-        """Gives its threads back."""
+        """Releases its threads."""
         for caller in self._callers.values():
             caller.close()
         self._callers.clear()
@@ -132,7 +132,7 @@ def _serial(folder: Path) -> str:
     return f"nvme:{found}" if found and folder.name.startswith("nvme") else found
 
 
-def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]:
+def _text_reading(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]:
     try:
         if content := text(path):
             yield Reading(source="disk", name=name, value=content, subject=subject, device=device)
@@ -141,13 +141,13 @@ def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]
 
 
 def nvme_smart(path: str) -> Smart:
-    """Asks a drive for its log. For root only (CAP_SYS_ADMIN). Raises OSError."""
+    """Asks a drive for its log. Requires root (CAP_SYS_ADMIN). Raises OSError."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     # The number of 32-bit words less one, in the upper half of command word 10.
-    words = (_LOG_BYTES // 4 - 1) << 16 | _SMART_LOG
+    dword10 = (_LOG_BYTES // 4 - 1) << 16 | _SMART_LOG
     address = ctypes.addressof(log)
     command = _COMMAND.pack(
-        _GET_LOG_PAGE, 0, 0, _ALL_NAMESPACES, 0, 0, 0, address, 0, _LOG_BYTES, words, 0, 0, 0, 0, 0, 1000, 0
+        _GET_LOG_PAGE, 0, 0, _ALL_NAMESPACES, 0, 0, 0, address, 0, _LOG_BYTES, dword10, 0, 0, 0, 0, 0, 1000, 0
     )
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -158,12 +158,12 @@ def nvme_smart(path: str) -> Smart:
 
 
 def parse_smart(log: bytes) -> Smart:
-    """Of the 512 bytes that a drive answers."""
+    """Reads the fields from the 512 bytes of a drive's log."""
     # Byte 0: warnings as bits; byte 5: estimate of the life that is used, may exceed 100; bytes 160 to 175: a
     # counter of 128 bits that never wraps in practice.
     return Smart(log[0], log[5], int.from_bytes(log[160:176], "little"))
 
 
 def disk_sources(machine: MachineRoot) -> list[Disks]:
-    """Every machine has some disk; it is looked for anew each time."""
+    """The source for disks. Every machine has one; the drives are looked up anew at each read."""
     return [Disks(machine)]

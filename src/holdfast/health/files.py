@@ -1,4 +1,4 @@
-"""Reading small files of /proc and /sys: what is not there gives nothing, what cannot be read says why."""
+"""Reads small files of /proc and /sys: a file that does not exist gives nothing, and one that cannot be read says why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from holdfast.health.samples import Reading
 
 READ_BYTES = 65_536
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.EOPNOTSUPP, errno.EINVAL, errno.ESRCH}
-"""What the kernel answers for something that the machine, or this state of it, does not have (EINVAL: the carrier of an
-interface that is down by administration)."""
+"""Errors by which the kernel says that the machine, or its present state, does not have something (EINVAL: the carrier
+of an interface that is administratively down)."""
 
 
 def text(path: Path | str) -> str | None:
-    """The whole file without the last line feed. None: there is no such thing here. Raises OSError otherwise."""
+    """The whole file without the last line feed. None: it does not exist on this machine. Raises OSError otherwise."""
     try:
         # Plain system calls instead of Path.read_text: a round reads a file of every process and of every
         # device, and the objects of the buffered layers cost more than the reads. The bound on the agent's
@@ -39,7 +39,7 @@ def text(path: Path | str) -> str | None:
 
 
 def quiet(path: Path | str) -> str:
-    """As `text`, and empty for whatever reason it cannot be read: for what only describes."""
+    """As `text`, but empty if it cannot be read for any reason: for values that only describe something."""
     try:
         return text(path) or ""
     except OSError:
@@ -47,7 +47,7 @@ def quiet(path: Path | str) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder, sorted; nothing where there is none."""
+    """Names of the entries of a folder, sorted; empty if there is no folder."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - iterdir() makes a Path of each, which costs more than all else
     except OSError:
@@ -55,7 +55,8 @@ def names(folder: Path) -> list[str]:
 
 
 def listing(folder: Path) -> list[str]:
-    """As `names`, for the folder that says what a machine has: one that cannot be read has not lost everything. Raises OSError."""
+    """As `names`, for a folder that says which devices a machine has: if it cannot be read, that must not look as if
+    all devices were lost. Raises OSError."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - as in `names`
     except OSError as error:
@@ -85,7 +86,8 @@ def number(
 
 
 def attempt(source: str, name: str, work: Callable[[], float | None], subject: str = "") -> Iterator[Reading]:
-    """What the work returns, as a reading; None: the machine does not have it. Files may hold anything."""
+    """Returns the value that `work` returns as a reading; None: the machine does not have it. Any error becomes an
+    unknown reading, because the files may hold anything."""
     try:
         value = work()
     except (OSError, ValueError, IndexError, KeyError, ArithmeticError, StopIteration) as error:
@@ -96,7 +98,7 @@ def attempt(source: str, name: str, work: Callable[[], float | None], subject: s
 
 
 def unknown(source: str, name: str, error: Exception | str, subject: str = "", device: str = "") -> Reading:
-    """A value that should be there and cannot be read."""
+    """The reading of a value that should exist and cannot be read."""
     why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     # An empty reason would be shown as `no answer`, which is another fault.
     why = why or type(error).__name__
@@ -106,6 +108,6 @@ def unknown(source: str, name: str, error: Exception | str, subject: str = "", d
 
 
 def keyed(content: str, separator: str | None = None) -> dict[str, str]:
-    """Lines of `key value`, or `key: value`, as a table."""
+    """Parses lines of `key value`, or `key: value`, into a dict."""
     pairs = (line.split(separator, 1) for line in content.splitlines())
     return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}

@@ -1,4 +1,4 @@
-"""One GPU of NVIDIA, as those who read it through the driver's library know it."""
+"""Describes one NVIDIA GPU for the sources that read it through the driver's library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Gpu:
-    """One GPU that was there at the start. handle: None if it was lost already."""
+    """One GPU that was present at the start. handle: None if it was already lost."""
 
     def __init__(self, index: int, handle: Any, uuid: str = "", pci: str = "") -> None:
         self.handle, self.uuid, self.pci = handle, uuid, pci

@@ -1,4 +1,5 @@
-"""Who this machine is and what it has, whatever name it comes back under: histories of nodes are kept by it."""
+"""The machine's lasting identity, and those of its devices, whatever name the node has: the histories of nodes are kept
+by them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from holdfast.health.files import keyed, names, quiet
 from holdfast.protocol.health import CLUSTER_NAME
 
 IDENTITY_VARIABLE = "HOLDFAST_NODE_IDENTITY"
-"""The machine's identity as whoever starts the agent knows it. It comes before all that can be read."""
+"""The variable by which whoever starts the agent gives the machine's identity. It takes precedence over everything that
+can be read."""
 MACHINE_VARIABLE = "HOLDFAST_MACHINE"
-"""What the cluster calls the machine on which this container is: the downward API's `spec.nodeName`."""
+"""The variable with the cluster's name for the machine of this container: `spec.nodeName` of the downward API."""
 _GIVEN = re.compile(r"[a-z][a-z0-9-]{0,15}:[!-~]{1,200}")
 
 PLACEHOLDERS = {
@@ -37,15 +39,16 @@ PLACEHOLDERS = {
     "ffffffff-ffff-ffff-ffff-ffffffffffff",
     "03000200-0400-0500-0006-000700080009",
 }
-"""What makers leave in these fields; many machines have the same."""
+"""Placeholders that manufacturers leave in these fields; many machines have the same."""
 
 IN_IMAGE = {"instance", "machine-id"}
-"""Kinds that are files of the installation: in a container they are the image's, the same on every machine, or none."""
+"""Kinds that are read from files of the installation. In a container these files are the image's, so they are the same
+on every machine, or missing."""
 
 _FILES = (
-    # From what belongs to the machine to what belongs to its installation: a serial number survives a new
-    # image and a cloud's instance id does not survive a new instance. Files of one kind are two ways to the
-    # same value.
+    # From properties of the machine to properties of its installation: a serial number survives a new image,
+    # and a cloud's instance id does not survive a new instance. Files of one kind are two ways to the same
+    # value.
     ("serial", "sys/class/dmi/id/product_serial"),
     ("serial", "proc/device-tree/serial-number"),
     ("uuid", "sys/class/dmi/id/product_uuid"),
@@ -59,8 +62,9 @@ _FILES = (
 def identity(root: Path, part: str = "", *, environ: Mapping[str, str]) -> str:
     """The machine's lasting identity, the most lasting that can be known; empty when it has none.
 
-    It is what `HOLDFAST_NODE_IDENTITY` says, else `serial:...`, `uuid:...` (both mostly for root only), `instance:...` (a
-    cloud's), `machine-id:...`. In a container it is none of the last two, but `k8s:NAME` by `HOLDFAST_MACHINE`.
+    The value of `HOLDFAST_NODE_IDENTITY`, else the first that can be read of `serial:...`, `uuid:...` (both mostly for
+    root only), `instance:...` (a cloud's), `machine-id:...`. In a container the last two are not used, but `k8s:NAME`
+    from `HOLDFAST_MACHINE` is.
 
     Args:
         part: for nodes that are only a part of the machine, as the local engine's are: `machine-id:.../node1`.
@@ -90,31 +94,32 @@ def identity(root: Path, part: str = "", *, environ: Mapping[str, str]) -> str:
         if value.casefold() not in PLACEHOLDERS and not _placeholder_pattern(value):
             return f"{kind}:{value}/{part}" if part else f"{kind}:{value}"
     name = environ.get(MACHINE_VARIABLE, "") if contained else ""
-    if _GIVEN.fullmatch(f"{CLUSTER_NAME}{name}") is None:  # none, or none that a cluster gives
+    if _GIVEN.fullmatch(f"{CLUSTER_NAME}{name}") is None:  # missing, or not a name that a cluster gives
         return ""
     return f"{CLUSTER_NAME}{name}/{part}" if part else f"{CLUSTER_NAME}{name}"
 
 
 def _placeholder_pattern(value: str) -> bool:
-    """One character over and over (`........`, `xxxxxxx`, zeros)."""
+    """Whether the value is one character repeated (`........`, `xxxxxxx`, zeros)."""
     # Also catches an empty field of separators.
     return len(set(value.replace("-", "").replace(" ", ""))) <= 1
 
 
 def devices(root: Path) -> tuple[str, ...]:
     """Lasting identities of the machine's devices: UUIDs of GPUs, GUIDs of network adapters, serial numbers of NVMe
-    drives. Read from the kernel alone: a library that hangs cannot hold it up."""
+    drives. Read from the kernel only, so that a library that hangs cannot delay it."""
     return tuple(dict.fromkeys([*gpu_uuids(root).values(), *_adapters(root), *_drives(root)]))
 
 
 def gpu_uuids(root: Path) -> dict[str, str]:
-    """UUIDs of the NVIDIA GPUs by PCI address, as the kernel module knows them (`????` in it: not read yet)."""
+    """UUIDs of the NVIDIA GPUs by PCI address, as the kernel module knows them. A UUID with `????` in it has not been
+    read yet."""
     folder = root / "proc/driver/nvidia/gpus"
     found = {}
     for address in names(folder):
         uuid = keyed(quiet(folder / address / "information"), ":").get("GPU UUID", "")
-        # The module reads the UUID when somebody first opens the GPU; before that it prints question marks. A
-        # later look has it.
+        # The module reads the UUID when the GPU is first opened; before that it prints question marks. A
+        # later read has it.
         if uuid and "?" not in uuid:
             found[address.lower()] = uuid
     return found

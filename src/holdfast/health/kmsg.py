@@ -1,7 +1,7 @@
-"""The kernel's log: /dev/kmsg from where it was left, a file that stands in for it, or the journal.
+"""The kernel's log: /dev/kmsg from where reading stopped last time, a file that stands in for it, or the journal.
 
-Only what the kernel itself wrote is read. Whoever may write to /dev/kmsg can put any line there, but the kernel marks it
-with a facility other than its own.
+Only records that the kernel itself wrote are used. A program that may write to /dev/kmsg can put any line there, but
+the kernel marks it with a facility other than its own.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SOURCE = "kmsg"
 RECORD_BYTES = 8192
 """A record of /dev/kmsg is at most this long (the kernel's CONSOLE_EXT_LOG_MAX)."""
 BATCH = 500
-"""Records read at a time; a log that is flooded does not keep the agent's loop from turning."""
+"""Records read at a time, so that a flooded log does not block the agent's loop."""
 JOURNAL_BYTES = 1 << 16
-"""An entry of the journal is at most this long; of a longer one nothing is judged."""
+"""The longest entry of the journal that is read. A longer entry is not judged at all."""
 KERNEL_FACILITY = 0
 """Syslog's number for the kernel. A line that a program writes into /dev/kmsg never has it."""
 SPEAKER = re.compile(r"[A-Za-z][\w.-]*(?: \S+)?: ")
-"""Who speaks in a line of the kernel's: a subsystem or a driver, in some with its device (`NVRM: `, `nvme nvme0: `)."""
+"""The prefix of a kernel line that names the subsystem or driver, in some with its device (`NVRM: `, `nvme nvme0: `)."""
 _RECORD = re.compile(r"(\d+),(\d+),(\d+),[^;]*;")
 
 
@@ -39,14 +39,15 @@ class KernelRecord(NamedTuple):
 
     sequence: int
     uptime_s: float
-    """When, on the clock that `time.monotonic` shows."""
+    """Its time, on the clock of `time.monotonic`."""
     text: str
     facility: int = KERNEL_FACILITY
-    """Who wrote it, as syslog has it."""
+    """The writer, as a facility of syslog."""
 
 
 def parse_record(data: bytes) -> KernelRecord | None:
-    """One record of /dev/kmsg: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;text`, then lines with fields. None: it is none."""
+    """Parses one record of /dev/kmsg: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;text`, then lines with fields. None: it is
+    not such a record."""
     text = data.decode(errors="replace").split("\n", 1)[0]
     match = _RECORD.match(text)
     if match is None:
@@ -81,8 +82,9 @@ def _line(record: KernelRecord) -> LogLine:
 class Kmsg:
     """/dev/kmsg as a descriptor that is readable when there is something to read.
 
-    left: a file that remembers boot and sequence number, so that an agent that comes back goes on from there; the first
-    one begins with what the kernel says from now on (what it said before is for the checks of a new node).
+    left: a file that keeps the boot id and the sequence number, so that an agent that is restarted continues from
+    there. The first agent begins with what the kernel logs from now on (what it logged before is for the checks of a
+    new node).
     """
 
     def __init__(self, path: Path = Path("/dev/kmsg"), left: Path | None = None) -> None:
@@ -105,7 +107,8 @@ class Kmsg:
         return self._fd
 
     def lines(self) -> list[LogLine]:
-        """What is there now. Records that the kernel had overwritten before are counted in `overrun` and passed over."""
+        """The lines that are available now. Records that the kernel overwrote before they were read are counted in
+        `overrun` and skipped."""
         lines = []
         last = None
         for _ in range(BATCH):
@@ -138,11 +141,11 @@ class Kmsg:
         return os.read(self._fd, RECORD_BYTES)
 
     def trouble(self) -> str:
-        """Why nothing comes any more; empty: as far as this process can see something may."""
+        """Why no more lines arrive; empty: as far as this process can tell, they may."""
         return ""
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the descriptor."""
         os.close(self._fd)
 
     def _read_left(self) -> int | None:
@@ -155,9 +158,8 @@ class Kmsg:
     def _write_left(self) -> None:
         if self._left is None:
             return
-        # Replaced, not rewritten: an agent that is killed in between leaves the old number or the new one,
-        # never half of it. Too old a number only means that lines are judged twice, and a burst swallows
-        # that.
+        # Replaced, not rewritten: if the agent is killed in between, the file has the old number or the new
+        # one, never a part. With a number that is too old, lines are only judged twice, which bursts absorb.
         work = self._left.with_suffix(".tmp")
         try:
             work.write_text(f"{self._boot} {self._after}")
@@ -167,10 +169,10 @@ class Kmsg:
 
 
 class KmsgFile:
-    """A file with records as /dev/kmsg gives them, which others append to; its changes come from inotify."""
+    """A file with records in the format of /dev/kmsg, which others append to; changes are reported by inotify."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the file if it is not there; begins at its end."""
+        """Creates the file if it does not exist; starts at its end."""
         path.touch()
         self._file = path.open("rb")
         self._file.seek(0, os.SEEK_END)
@@ -185,7 +187,7 @@ class KmsgFile:
         return [_line(r) for r in records if r is not None and r.facility == KERNEL_FACILITY]
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the descriptor."""
         self._file.close()
 
 
@@ -214,7 +216,7 @@ class Journal:
         return self._out.fileno()
 
     def lines(self) -> list[LogLine]:
-        """What came since. Raises EOFError when journalctl has ended."""
+        """The lines since the last call. Raises EOFError when journalctl has ended."""
         try:
             data = os.read(self._out.fileno(), JOURNAL_BYTES)
         except BlockingIOError:
@@ -222,14 +224,14 @@ class Journal:
         if not data:
             raise EOFError(f"journalctl ended with exit code {self._process.wait()}")
         whole, _, rest = (self._rest + data).rpartition(b"\n")
-        # Bounded: an entry may be as large as its writer likes. The cut one is no JSON any more and is left
-        # out.
+        # Bounded: an entry may be as large as its writer likes. An entry that is cut off is no longer valid
+        # JSON and is left out.
         self._rest = rest[-JOURNAL_BYTES:]
         texts = (journal_text(entry) for entry in whole.split(b"\n"))
         return [LogLine(SOURCE, text) for text in texts if text is not None]
 
     def trouble(self) -> str:
-        """Why nothing comes any more; empty: as far as this process can see something may."""
+        """Why no more lines arrive; empty: as far as this process can tell, they may."""
         if (code := self._process.poll()) is not None:
             return f"journalctl ended with exit code {code}"
         try:
@@ -247,9 +249,10 @@ class Journal:
 
 
 def journal_text(entry: bytes) -> str | None:
-    """The kernel's message in one entry as `journalctl --output=json` writes it; None: it is no message of the kernel's.
+    """The kernel's message in one entry as `journalctl --output=json` writes it; None: the entry is not a message of
+    the kernel.
 
-    Plain output would not do: a process may have a newline in its name, and what follows in the message would pass for a
+    Plain output would not do: the name of a process may contain a newline, and the rest of the message would pass for a
     line of its own. A message that is not plain text comes as a list of its bytes.
     """
     try:
@@ -286,8 +289,9 @@ _CONTAINER = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) (?:stdout|s
 
 
 def printed_lines(text: str) -> list[str]:
-    """The kernel's messages in what a person copied: of `dmesg` (also `-T`), syslog, `journalctl` (also `-o json`), of
-    /dev/kmsg itself, of a container's log, or bare. One string a record; lines that belong to one have newlines."""
+    """The kernel's messages in text that a person copied: from `dmesg` (also `-T`), syslog, `journalctl` (also `-o
+    json`), /dev/kmsg itself, a container's log, or bare. One string per record; lines that belong to one record are
+    separated by newlines."""
     found: list[str] = []
     for line in text.splitlines():
         line = _CONTAINER.sub("", line, count=1)
@@ -304,17 +308,17 @@ def printed_lines(text: str) -> list[str]:
 
 
 def open_kernel_log(left: Path | None) -> Kmsg | Journal:
-    """The kernel's log, in the best way that this user may read it.
+    """Opens the kernel's log by the best method that this user has permission for.
 
     Raises:
-        OSError: in none; the message says why, and what would help.
+        OSError: no method works; the message says why, and what would help.
     """
     try:
         return Kmsg(left=left)
     except OSError as error:
         try:
-            # Asked before it is started: without permission journalctl neither fails nor ends, so the node
-            # would seem watched and nothing would ever be seen.
+            # Checked before it is started: without permission journalctl neither fails nor ends, so the node
+            # would seem watched while no line ever arrives.
             if os.geteuid() != 0 and not _may_read_journal():
                 raise PermissionError(errno.EACCES, "no permission for the journal")
             return Journal()
@@ -328,7 +332,8 @@ def open_kernel_log(left: Path | None) -> Kmsg | Journal:
 
 
 def _may_read_journal() -> bool:
-    """journalctl itself shows nothing, and waits for ever, when no file of the journal may be read."""
+    """Whether this user may read a file of the journal. journalctl itself prints nothing, and waits for ever, if none
+    may be read."""
     for folder in (Path("/var/log/journal"), Path("/run/log/journal")):
         if any(os.access(file, os.R_OK) for file in folder.glob("*/system.journal")):
             return True

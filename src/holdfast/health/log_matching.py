@@ -1,4 +1,4 @@
-"""Which rules a line matches: one search per pattern, and none where a fixed part of the pattern is missing."""
+"""Finds the rules that a line matches: one search per pattern, and none if the line lacks a fixed part of the pattern."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from holdfast.health.samples import LogLine
 from holdfast.protocol.health import acts_on_node
 
 MATCHED_CHARS = 2000
-"""So much of a line is looked at: a user's pattern on a line of a megabyte would hold everything else up."""
+"""Characters of a line that are searched: a user's pattern on a line of a megabyte would delay everything else."""
 UNKNOWN_CODE = "unknown"
 
 NAME_CHARS = 15
-"""So long is the name that a process gives itself (TASK_COMM_LEN less the zero): any characters."""
+"""Length of the name that a process gives itself (TASK_COMM_LEN less the zero); it may have any characters."""
 _BY_NAME = re.compile(
     rf"\A.{{1,{NAME_CHARS}}}(?:\[\d+\]| ?\(\d+\)|: (?:attempt to|page allocation|vmalloc|potentially)| invoked oom-| use[sd] )",
     re.DOTALL,
 )
-"""How the kernel's lines go on that begin with the name of a process (`NAME[12]: segfault at ...`)."""
+"""How kernel lines that begin with the name of a process continue (`NAME[12]: segfault at ...`)."""
 _NAMED = re.compile(rf"\bname=.{{0,{NAME_CHARS}}}, ")
-"""The process in an Xid's line; the name may hold anything, also what tells one variant of a code from another."""
+"""The name of the process in an Xid's line. It may contain anything, including text that distinguishes the variants of
+a code."""
 _QUOTES = re.compile(r"NVRM: API mismatch: ")
-"""Lines that quote a text of a user's which may be longer than a process's name. (The driver repeats the version that a
+"""Lines that quote a user's text that may be longer than a process's name. (The driver repeats the version that a
 client gave, up to 63 characters.)"""
 _SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _COUNT = re.compile(r"\{(?:\d+(?:,\d*)?|,\d*)\}")
-"""A set of characters; a repetition. A brace that begins none is a character."""
+"""A set of characters; a repetition. A brace that does not begin a repetition is an ordinary character."""
 
 
 class Matcher:
@@ -39,8 +40,8 @@ class Matcher:
     def __init__(self, rules: list[Rule]) -> None:
         first = rules[0]
         self.pattern = compiled(first.pattern, first.own)
-        # What takes a node out of the job must stand where the kernel puts it, at the line's beginning:
-        # further on stand names of processes, files and groups, which anybody chooses.
+        # A match that takes a node out of the job must be where the kernel puts it, at the beginning of the
+        # line: further on there are names of processes, files and groups, which anybody can choose.
         self._severe = first.source == "kmsg" and any(acts_on_node(r.remedy) for r in rules)
         # Every line of a busy log meets every pattern of the catalogue. Looking for a fixed text first is
         # much cheaper than a search, and almost no line passes.
@@ -53,7 +54,7 @@ class Matcher:
                 self._codes[rule.code].append(rule)
 
     def may_match(self, text: str) -> bool:
-        """Whether it is worth a search."""
+        """Whether the line can match: it contains one of the fixed texts. False saves the search."""
         return any(hint in text for hint in self._hints)
 
     def match(self, text: str, by_name: bool) -> re.Match[str] | None:
@@ -65,7 +66,8 @@ class Matcher:
         return None if by_name else self.pattern.match(text)
 
     def rules(self, text: str, match: re.Match[str]) -> list[Rule]:
-        """Those that a match is of: of a family the code's, for its variant if there is one."""
+        """The rules that a match belongs to. In a family, the rules of the code, or of its variant if that has an
+        entry."""
         if not self._codes:
             return self._rules
         code = match["code"]
@@ -111,10 +113,10 @@ class Matchers:
         whole = list(self._matches(line.source, text, by_name))
         yield from whole
         if "\n" in text:
-            said = {rule.id for rule, _ in whole}
+            matched = {rule.id for rule, _ in whole}
             for part, is_named in _later_lines(text, by_name):
                 yield from (
-                    one for one in self._matches(line.source, part, is_named) if one[0].id not in said
+                    one for one in self._matches(line.source, part, is_named) if one[0].id not in matched
                 )
 
     def _matches(self, source: str, text: str, by_name: bool) -> Iterator[tuple[Rule, re.Match[str]]]:
@@ -126,13 +128,13 @@ class Matchers:
 
 
 def _later_lines(text: str, by_name: bool) -> Iterator[tuple[str, bool]]:
-    """The lines of a record after its first one; and whether a line may be somebody else's words, as one that begins with a
-    process's name."""
+    """Yields the lines of a record after its first one, each with whether it may be text that somebody else chose, like
+    a line that begins with a process's name."""
     first, *later = text.split("\n")
     speaker = SPEAKER.match(first)
-    # Names of files, labels and options may hold newlines, and the kernel prints some of them as they are. So a later line
-    # is the kernel's own only where the record begins with a driver's words, all its lines do, and none of them quotes a
-    # text that somebody else chose.
+    # Names of files, labels and options may contain newlines, and the kernel prints some of them unchanged.
+    # So a later line is the kernel's own only if the record begins with a driver's prefix, all its lines do,
+    # and none of them quotes a text that somebody else chose.
     by_name = by_name or speaker is None or _QUOTES.match(first) is not None
     for part in (part.lstrip(" ") for part in later):
         by_name = by_name or speaker is None or not part.startswith(speaker[0])
@@ -140,14 +142,13 @@ def _later_lines(text: str, by_name: bool) -> Iterator[tuple[str, bool]]:
 
 
 def begins_with_a_name(text: str) -> bool:
-    """Whether a line of the kernel's begins with the name of a process, so that its first words are no words of the
-    kernel's."""
+    """Whether a line of the kernel begins with the name of a process, so that its first words are not the kernel's own."""
     return _BY_NAME.match(text) is not None
 
 
 def literals(pattern: str) -> tuple[str, ...]:
-    """Texts of which every match holds one: the longest plain run of each alternative. An empty one: it is not plain to
-    see. Looks at the top level only."""
+    """Fixed texts, at least one of which is in every match: the longest plain run of each alternative. An empty text
+    matches any line: no fixed text could be determined. Looks at the top level of the pattern only."""
     # Ignoring case or white space makes a literal text of the pattern a wrong hint. An empty hint matches
     # every line, so the search always runs: slower, never wrong.
     if re.search(r"\(\?[a-zA-Z-]*[ix]", pattern):
@@ -178,7 +179,8 @@ def literals(pattern: str) -> tuple[str, ...]:
         following = pattern[i + step : i + step + 1]
         if c == "|" and not depth:
             alternatives.append([""])
-        # What is within a group or may occur zero times need not be in the line, so the run ends before it.
+        # Text within a group, or that may occur zero times, need not be in the line, so the run ends before
+        # it.
         elif depth or not plain or following in ("*", "?", "{"):
             runs.append("")
         else:

@@ -1,4 +1,4 @@
-"""A worker's log as lines, from its beginning on."""
+"""Follows a worker's log line by line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from holdfast.health.samples import LogLine
 
 SOURCE = "log"
 CHUNK_BYTES = 1 << 20
-"""Read at a time; of more than this that came at once, the older part is passed over: a log that is flooded must not
-hold the agent up."""
+"""Bytes read at a time. If more arrived at once, the older part is skipped, so that a flooded log does not delay the
+agent."""
 LINE_BYTES = 1 << 14
 
 
 class LogTail:
-    """One worker's log. Nothing is open until somebody wants to read it."""
+    """One worker's log. No file is open until reading is asked for."""
 
     def __init__(self, path: Path, worker: str) -> None:
         self.path, self.worker = path, worker
@@ -25,17 +25,17 @@ class LogTail:
 
     @property
     def followed(self) -> bool:
-        """It is open."""
+        """Whether the file is open."""
         return self._file is not None
 
     def open(self) -> None:
-        """Begins with what the worker writes from now on."""
+        """Opens the file at its end: reading begins with what the worker writes from now on."""
         self.path.touch()
         self._file = self.path.open("rb")
         self._file.seek(0, os.SEEK_END)
 
     def lines(self) -> list[LogLine]:
-        """Whole lines since the last call."""
+        """The complete lines since the last call."""
         if self._file is None:
             return []
         size = os.fstat(self._file.fileno()).st_size
@@ -44,7 +44,7 @@ class LogTail:
         # read until the log is as long as before.
         if size < at:
             self._file.seek(0)
-        # Passing over the older part is a choice: the newest lines tell what is wrong now, and reading a
+        # The older part is skipped on purpose: the newest lines tell what is wrong now, and reading a
         # gigabyte of repeated warnings would delay the agent's own messages.
         elif size - at > CHUNK_BYTES:
             self._file.seek(size - CHUNK_BYTES)
@@ -61,7 +61,7 @@ class LogTail:
         ]
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the descriptor."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,8 +1,8 @@
-"""When a loss jumps, and whose part of it stands out. Pure.
+"""Detects a jump of the loss, and a worker whose own loss stands out. Pure.
 
-A job's loss goes up now and then; what is looked for is a jump that its own scatter does not explain. And a processor that
-computes wrongly without noticing shows, if at all, in the same worker's part being off again and again, while every worker
-gets random samples of the same data.
+A job's loss goes up now and then; a jump is a rise that its usual scatter does not explain. A processor that computes
+wrongly without an error shows, if at all, in the loss of the same worker being off repeatedly, while every worker gets
+random samples of the same data.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WINDOW = 64
-"""So many losses before it are what a loss is held against."""
+"""Number of preceding losses that a loss is compared with."""
 FEWEST = 16
 SCALES = 8.0
-"""A jump is so many times the robust scatter of the window (1.4826 x its median distance from the median), ..."""
+"""A jump exceeds the window's median by at least this many robust standard deviations of the window (1.4826 x the
+median distance from the median), ..."""
 SHARE = 0.5
-"""... and so much of the median, ..."""
+"""... and by this share of the median, ..."""
 STARTED = 1e-3
-"""... and so much of the highest median that there was: what a converged net has is noise, however it scatters, ..."""
+"""... and by this share of the highest median so far: the loss of a converged net is mostly noise, however it scatters,
+..."""
 LEAST = 1e-6
-"""... and so much in any case: less than the rounding of a loss of one in float32."""
+"""... and by this amount in any case: it is more than the rounding of a loss of one in float32."""
 MOST_REST = 64 * WINDOW
-"""After a jump was told, the next one is told only when no loss has jumped for so many steps: `WINDOW` after the first, and each
-time twice as many, up to this."""
+"""After a jump was reported, the next one is reported only if no loss has jumped for this many steps: `WINDOW` after
+the first, doubled each time, up to this."""
 
 APART_SCALES = 10.0
 TIMES = 3
-"""So often within `RECENT` blocks the same worker's part stands out, and no other's, until it is said."""
+"""How often the loss of the same worker, and of no other, must stand out within `RECENT` blocks before it is reported."""
 RECENT = 100
 
 
@@ -54,8 +56,9 @@ class Losses:
         self._jumped: dict[bool, tuple[int, int]] = {}
 
     def take(self, step: int, loss: float) -> Jump | None:
-        """The next loss. A jump is told once: not again before the loss has been down, or the window has risen to it, for a
-        while, see `MOST_REST`. A loss that is no number is another matter than one that is high."""
+        """Takes the next loss; returns the jump if it is to be reported. A jump is reported once: not again until the
+        loss has been down, or the window has risen to it, for some time (see `MOST_REST`). A loss that is not finite is
+        tracked apart from one that is high."""
         # Steps that are repeated after a recovery give the same losses again; counted twice they would make
         # the window narrower than it is.
         if step <= self._last:
@@ -71,27 +74,27 @@ class Losses:
         # Written as `not <=`: every comparison with NaN is false, so a loss that is no number jumps. An
         # infinite one does so anyway.
         jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual), STARTED * self._highest, LEAST)
-        told = jumped and self._rested(step, math.isfinite(loss))
+        report = jumped and self._rested(step, math.isfinite(loss))
         # Values above the limit join the window as well. A loss that stays at a new level is the usual one
         # after half a window, and the jump is over; kept out, the report would never end.
         if math.isfinite(loss):
             self._window.append(loss)
-        return Jump(step, loss, usual) if told else None
+        return Jump(step, loss, usual) if report else None
 
     def _rested(self, step: int, finite: bool) -> bool:
-        """Whether a jump of this kind is told now."""
+        """Whether a jump of this kind (finite or not) is to be reported now."""
         if finite not in self._jumped:
             self._jumped[finite] = step, WINDOW
             return True
         last, rest = self._jumped[finite]
-        told = step - last > rest
-        self._jumped[finite] = step, min(MOST_REST, 2 * rest) if told else rest
-        return told
+        report = step - last > rest
+        self._jumped[finite] = step, min(MOST_REST, 2 * rest) if report else rest
+        return report
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A worker whose part of the loss stands out again and again."""
+    """A worker whose own loss stands out repeatedly."""
 
     worker: str
     loss: float
@@ -108,14 +111,15 @@ class WorkerLosses:
         self._highest = 0.0
 
     def look(self, own: Mapping[str, float]) -> Outlier | None:
-        """One block: per worker, its mean loss that was furthest from the job's. Of fewer than three nobody stands out."""
+        """Takes one block: for each worker, the mean loss that was furthest from the job's. With fewer than three
+        workers none can stand out."""
         if len(own) < 3:
             return None
         # NaN would make the order of the sort, and with it the median, arbitrary; as infinity it is simply
         # the worst.
         usual = statistics.median(x if math.isfinite(x) else math.inf for x in own.values())
         if not math.isfinite(usual):
-            return None  # most of them: it is the script's
+            return None  # most losses are not finite: the script is the cause
         self._highest = max(self._highest, abs(usual))
         off = {name: abs(x - usual) if math.isfinite(x) else math.inf for name, x in own.items()}
         # Before this block is added: a block in which one worker stands out must not widen the measure that
@@ -124,20 +128,21 @@ class WorkerLosses:
         self._scatter.append(1.4826 * statistics.median(off.values()))
         if common is None:
             return None
-        # The last two as for jumps: in a converged net one hard sample is far from all others, wherever it is computed.
+        # The last two terms as for jumps: in a converged net, one hard sample is far from all others on
+        # whichever worker it is computed.
         limit = max(APART_SCALES * common, SHARE * abs(usual), STARTED * self._highest, LEAST)
         apart = [name for name, far in off.items() if far > limit]
-        # Two at once are the data's or the script's. A processor that computes wrongly is one machine, and
-        # alone.
+        # If two stand out at once, the data or the script is the cause. A processor that computes wrongly
+        # affects one worker only.
         worker = apart[0] if len(apart) == 1 else None
         self._recent.append(worker)
         if worker is None:
             return None
         counts = Counter(name for name in self._recent if name is not None)
-        # If another worker stood out within the same blocks, losses of this job are just uneven, and nobody
-        # is named.
+        # If another worker stood out within the same blocks, the losses of this job are merely uneven, and no
+        # worker is reported.
         if counts[worker] < TIMES or len(counts) > 1:
             return None
-        # Reported once. Said again it needs the same evidence again, after the core has had its time to act.
+        # Reported once. Another report needs the same evidence again, after the core has had time to act.
         self._recent.clear()
         return Outlier(worker, own[worker], usual, counts[worker])

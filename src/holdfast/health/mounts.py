@@ -1,4 +1,4 @@
-"""File systems: those that the kernel made read-only, how much space is left, and file servers that do not answer."""
+"""File systems: those that the kernel made read-only, their free space, and file servers that do not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.health.sources import MachineRoot
 MOUNTS_S = 60.0
 CHANGES_APART_S = 5.0
 ANSWER_S = 5.0
-"""A file server that takes longer for statfs is not to be relied on; a local disk takes microseconds."""
+"""Limit for statfs: a file server that takes longer is not to be relied on; a local disk takes microseconds."""
 # Images that nobody can write to: their `ro` says nothing about a disk.
 _ALWAYS_READ_ONLY = {"squashfs", "iso9660", "udf", "erofs", "cramfs", "romfs"}
 # Kinds of file systems whose answer depends on another machine. Each gets a thread of its own, because one
@@ -69,14 +69,14 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def watched(self) -> bool:
-        """On a disk or a file server, and made to be written to."""
+        """Whether it is on a disk or a file server, and of a type that can be written to."""
         disk = self.source.startswith("/dev/") and self.kind not in _ALWAYS_READ_ONLY
         return disk or self.network
 
     @property
     def made_read_only(self) -> bool:
-        """By the kernel, after an error: whoever mounts read-only says so for the mount as well. Newer kernels leave
-        `ro` out and say why (ext4, from 6.15 on)."""
+        """Whether the kernel made it read-only, after an error. A person who mounts it read-only sets that option on
+        the mount as well. Newer kernels leave out `ro` and give the reason instead (ext4, from 6.15 on)."""
         # Older kernels set `ro` on the file system and leave the mount's own options alone; that difference
         # is the only sign that the kernel did it and not the administrator.
         if {"emergency_ro", "shutdown"} & set(self.super_options):
@@ -89,8 +89,8 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
-    """The mounts to be watched: those on disks and file servers, one for each file system (the one with the shortest path),
-    and those that `folders` are on, whatever they are. Raises ValueError."""
+    """The mounts to be watched: those on disks and file servers, one for each file system (the one with the shortest
+    path), and the mounts of `folders`, whatever their type. Raises ValueError."""
     found: dict[str, Mount] = {}
     holding: dict[Path, Mount] = {}
     for line in mountinfo.splitlines():
@@ -112,16 +112,16 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
         for folder in folders:
             if folder.is_relative_to(mount.path):
                 best = holding.get(folder)
-                if best is None or len(mount.path) >= len(best.path):  # a later one hides an earlier one
+                if best is None or len(mount.path) >= len(best.path):  # a later mount hides an earlier one
                     holding[folder] = mount
-        # A read-only bind mount of a file system that is written to elsewhere says nothing of the file
-        # system. One mount stands for each file system, by its device number: containers bind the same disk
+        # A read-only bind mount of a file system that is writable elsewhere says nothing about the file
+        # system. One mount represents each file system, by its device number: containers bind the same disk
         # to dozens of paths, and its fault is one fault.
         if mount.watched and (known is None or _rank(mount) < _rank(known)):
             found[mount.device] = mount
     for mount in holding.values():
-        # The job's own folders are watched on whatever they are, tmpfs and overlays too: when they are full,
-        # the job cannot save.
+        # The file systems of the job's own folders are watched whatever their type, including tmpfs and
+        # overlays: when they are full, the job cannot save.
         found.setdefault(mount.device, mount)
     return list(found.values())
 
@@ -136,7 +136,8 @@ def _plain(path: str) -> str:
 
 
 class Mounts:
-    """Reads mountinfo when it changed, and asks every file system for its space. `fileno` is readable after a change."""
+    """Reads mountinfo when it changed, and asks every file system for its free space. `fileno` is readable after a
+    change."""
 
     name = "disk"
     every_s = MOUNTS_S
@@ -163,25 +164,25 @@ class Mounts:
             self._changes.register(self._fd, select.EPOLLPRI | select.EPOLLERR)
 
     def fileno(self) -> int:
-        """Readable after a mount changed; -1: of recorded input."""
+        """Readable after a change of the mounts; -1 if the input is recorded."""
         return self._changes.fileno() if self._changes else -1
 
     def read(self) -> Iterator[Reading]:
-        """`mount.read_only` (0 or 1), `disk.free_share`, `disk.free_bytes`, `disk.inodes_free_share`, and of file servers
-        `mount.silent_s`: for how long one has not answered. After a change only the first, and not again at once: where
-        containers come and go mounts change all the time."""
+        """`mount.read_only` (0 or 1), `disk.free_share`, `disk.free_bytes`, `disk.inodes_free_share`, and for file
+        servers `mount.silent_s`: for how long one has not answered. After a change only the first is read, and not more
+        often than a limit allows: where containers come and go, mounts change all the time."""
         if self._changes is not None:
-            # Taking the event off re-arms it; left pending, the loop would turn without end.
+            # Reading the event re-arms it; if it stayed pending, the loop would spin.
             self._changes.poll(0)
         now = self._clock()
         due = now >= self._due_s
-        # A change within 5 s of the last one waits for the period. Nothing is lost for long, and a node that
-        # starts containers all the time does not spend its processor here.
+        # A change within 5 s of the last one waits for the period. Its report is only a little late, and a
+        # node that starts containers all the time does not spend its processor here.
         if not due and now < self._free_s:
             return
         self._free_s = now + CHANGES_APART_S
         if due:
-            # A second early: the poller wakes by whole seconds, and a round that came a moment too soon would
+            # A second early: the poller wakes at whole seconds, and a round that came a moment too soon would
             # skip a whole period.
             self._due_s = now + self.every_s - 1.0
         try:
@@ -190,15 +191,16 @@ class Mounts:
             yield unknown("disk", "mount.read_only", error)
             return
         for mount in mounts:
-            # What was writable while the agent ran and is not any more counts as lost, too: an administrator
-            # who remounts a running node read-only stops the job in the same way.
+            # A file system that was writable while the agent ran and is not any more also counts as made
+            # read-only: an administrator who remounts it read-only on a running node stops the job in the
+            # same way.
             lost = mount.made_read_only or (mount.device in self._written and not mount.writable)
             if mount.writable:
                 self._written.add(mount.device)
             yield Reading(source="disk", name="mount.read_only", value=float(lost), subject=mount.path)
             if due:
                 yield from self._space(mount)
-        # A server that was unmounted gives its thread back; else an agent that runs for months would collect
+        # The thread of an unmounted server is released; otherwise an agent that runs for months would collect
         # them.
         for gone in set(self._callers) - {_caller_name(mount) for mount in mounts}:
             self._callers.pop(gone).close()
@@ -215,18 +217,18 @@ class Mounts:
             yield unknown("disk", "disk.free_share", str(error), mount.path)
             return
         except OSError as error:
-            # mountinfo lists mounts that another one hides, or that are gone meanwhile; their path leads elsewhere or
-            # nowhere, which is no fault.
+            # mountinfo also lists mounts that another one hides, or that are gone by now. Their path leads
+            # elsewhere or nowhere, which is no fault.
             if not isinstance(error, FileNotFoundError):
                 yield unknown("disk", "disk.free_share", error, mount.path)
             return
-        # Written as 0 explicitly, because the rule's condition ends with a reading, not with silence.
+        # Written explicitly as 0, because a finding ends with a reading, and not with the lack of one.
         if mount.network:
             yield Reading(source="disk", name="mount.silent_s", value=0.0, subject=mount.path)
         # A read-only file system is full by design, and some pseudo file systems report a size of zero.
         if not mount.writable or not space.f_blocks:
             return
-        # As df counts: of what is not reserved for root.
+        # As df counts: the share of the space that is not reserved for root.
         usable = space.f_blocks - space.f_bfree + space.f_bavail
         yield Reading(
             source="disk",
@@ -249,7 +251,7 @@ class Mounts:
             )
 
     def close(self) -> None:
-        """Gives its threads and files back."""
+        """Releases its threads and closes its files."""
         for caller in self._callers.values():
             caller.close()
         self._callers.clear()
@@ -260,10 +262,10 @@ class Mounts:
 
 
 def _caller_name(mount: Mount) -> str:
-    """Local disks share a thread: the watcher notices when that hangs. Every file server has its own."""
+    """Local disks share a thread: if it hangs, the watcher notices. Every file server has its own."""
     return f"file server of {mount.path}" if mount.network else "local file systems"
 
 
 def mount_sources(machine: MachineRoot) -> list[Mounts]:
-    """One, where mounts can be seen."""
+    """The source for mounts, if the machine shows them."""
     return [Mounts(machine)] if (machine.root / "proc/self/mountinfo").exists() else []

@@ -1,4 +1,4 @@
-"""Network interfaces: cables that lost their signal, links that come and go, errors."""
+"""Network interfaces: cables without a signal, links that come and go, errors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _RECEIVE_BYTES = 65_536
 
 
 class Interfaces:
-    """The interfaces with a device behind them: not the loopback, bridges and pairs of containers.
+    """The interfaces with a device behind them, without the loopback, bridges and virtual pairs of containers.
 
-    One that was taken down on purpose is left out. `fileno` is readable when the kernel announces a change of a link.
+    An interface that was taken down on purpose is left out. `fileno` is readable when the kernel reports a change of a
+    link.
     """
 
     name = "net"
@@ -40,15 +41,17 @@ class Interfaces:
         self._due_s = clock()
 
     def fileno(self) -> int:
-        """-1: nothing is announced here (recorded input, no permission)."""
+        """Readable after a change of a link; -1 if changes are not reported (recorded input, no permission)."""
         return self._news.fileno() if self._news else -1
 
     def read(self) -> Iterator[Reading]:
-        """`net.carrier` (0 or 1), `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`; for people
-        `net.rx_bytes` and `net.tx_bytes`. Nothing when it was called for a change of another kind of interface (containers come and go) before it is due."""
+        """`net.carrier` (0 or 1), `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`; for
+        people `net.rx_bytes` and `net.tx_bytes`. Nothing if it was called before it is due, for a change of a virtual
+        interface (containers come and go)."""
         now = self._clock()
         # Every container that comes or goes changes a virtual link and wakes this source. Only changes of
-        # interfaces with a device behind them are worth a reading; the others are drained and forgotten.
+        # interfaces with a device behind them are worth a reading; the others are read from the socket and
+        # ignored.
         if self._news is not None and not (changed_links(self._news) & self._indexes) and now < self._due_s:
             return
         self._due_s = now + self.every_s - 1.0
@@ -81,8 +84,8 @@ def _interface(name: str, folder: Path) -> Iterator[Reading]:
     if not _is_up(quiet(folder / "flags")):
         return
     yield from number("net", "net.carrier", folder / "carrier", name)
-    # Also between two readings: a cable that loses its signal for a second has its carrier again at every
-    # look, and only this counter shows it.
+    # Also shows what happens between two readings: a cable that loses its signal for a second has its carrier
+    # again at every look, and only this counter tells.
     yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
     for counter in ("rx_errors", "tx_errors", "rx_bytes", "tx_bytes"):
         yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
@@ -90,7 +93,7 @@ def _interface(name: str, folder: Path) -> Iterator[Reading]:
 
 
 def _is_up(flags: str) -> bool:
-    """By administration, whatever the cable says."""
+    """Whether the interface is administratively up, whatever the cable's state."""
     try:
         return bool(int(flags, 16) & _IFF_UP)
     except ValueError:
@@ -105,16 +108,17 @@ def _tx_timeouts(queues: Path) -> float | None:
 def _listen() -> socket.socket | None:
     try:
         news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
-        # No root is needed for the group of links. In a sandbox without netlink the period alone has to do.
+        # The group of links requires no root. In a sandbox without netlink, the interfaces are only read once
+        # per period.
         news.setblocking(False)
         news.bind((0, _RTMGRP_LINK))
     except OSError:
-        return None  # it is read every period all the same
+        return None  # it is still read once per period
     return news
 
 
 def changed_links(news: socket.socket) -> set[int]:
-    """Indexes of the interfaces that were announced since the last call."""
+    """Indexes of the interfaces whose links changed since the last call."""
     indexes: set[int] = set()
     while True:
         try:
@@ -122,7 +126,7 @@ def changed_links(news: socket.socket) -> set[int]:
         except BlockingIOError:
             return indexes
         except OSError:
-            continue  # ENOBUFS: some were dropped; the next reading sees what they changed
+            continue  # ENOBUFS: some messages were dropped; the next reading sees what they changed
         indexes |= parse_links(data)
 
 
@@ -143,5 +147,5 @@ def parse_links(data: bytes) -> set[int]:
 
 
 def network_sources(machine: MachineRoot) -> list[Interfaces]:
-    """One, where there are interfaces."""
+    """The source for network interfaces, if there are any."""
     return [Interfaces(machine)] if names(machine.root / "sys/class/net") else []

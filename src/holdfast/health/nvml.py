@@ -1,7 +1,7 @@
 """GPUs of NVIDIA, through the driver's library: errors of memory and links, temperature, clocks, lost devices, Xids.
 
-The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`bounded_call`).
-Nothing here needs permission, and nothing of it is there without `nvidia-ml-py` (`pip install holdfast-train[gpu]`).
+The library may hang when a GPU does, so every call is made on a thread that is abandoned after a time limit
+(`bounded_call`). Nothing here needs permission; all of it requires `nvidia-ml-py` (`pip install holdfast-train[gpu]`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.health.xids import XidEvents
 
 NVML_S = 30.0
 CALL_LIMIT_S = 10.0
-"""For all calls of one round; with persistence mode off the first ones take seconds."""
+"""Limit for all calls of one round; with persistence mode off the first ones take seconds."""
 LIBRARY = "libnvidia-ml.so.1"
 _FIELDS = {
     3: "nvml.ecc.volatile.corrected",
@@ -54,7 +54,8 @@ _NVLINK_5_FIELDS = {
     219: "nvml.nvlink.effective_errors",
     221: "nvml.nvlink.symbol_errors",
 }
-"""What NVLink 5 counts, asked for of all links together. No two fields give one reading: a GPU may answer to both."""
+"""The counters of NVLink 5, asked for of all links together. No two fields may give the same reading, because a GPU may
+answer to both."""
 _ALL_LINKS = 0xFFFFFFFF
 """Numbers of nvml.h (NVML_FI_DEV_*), asked for in one call."""
 # Indexed by nvmlValueType_t: which member of the union NVML has filled.
@@ -78,7 +79,7 @@ class Nvml:
         self._events = XidEvents(library, clock)
         self._due_s = clock()
         self._absent = {
-            # What older drivers, smaller cards and virtual GPUs answer to questions that they do not know.
+            # Answers of older drivers, smaller cards and virtual GPUs to questions that they do not support.
             # None of them is a fault, and each would otherwise make the whole GPU Unknown.
             library.NVML_ERROR_NOT_SUPPORTED,
             library.NVML_ERROR_INVALID_ARGUMENT,
@@ -88,7 +89,7 @@ class Nvml:
         }
 
     def fileno(self) -> int:
-        """Readable when there is an Xid to be read."""
+        """Readable when an Xid can be read."""
         return self._events.fileno()
 
     def trouble(self) -> str:
@@ -96,8 +97,8 @@ class Nvml:
         return self._events.trouble()
 
     def read(self) -> Iterator[Reading | LogLine]:
-        """Xids that came as the kernel's lines; every `every_s` seconds also `nvml.silent_s` and what is in docs/health/rules.md,
-        per GPU."""
+        """Xids that arrived, as lines of the kernel; every `every_s` seconds also `nvml.silent_s` and the readings
+        listed in docs/health/rules.md, per GPU."""
         yield from self._events.lines()
         now = self._clock()
         if now < self._due_s:
@@ -109,7 +110,7 @@ class Nvml:
             # driver that hangs would cost the limit once for each.
             readings = self._caller.call(self._readings)
         except NoAnswerError as error:
-            # Both: how long it has been silent is judged by a rule with a limit of its own, and all other
+            # Both: a rule with a limit of its own judges how long the library has been silent, and all other
             # readings are Unknown meanwhile, not healthy.
             yield Reading(source="nvml", name="nvml.silent_s", value=error.waited_s)
             yield unknown("nvml", "nvml.devices", str(error))
@@ -124,7 +125,7 @@ class Nvml:
             yield from readings
 
     def close(self) -> None:
-        """Gives the driver back, unless it hangs."""
+        """Shuts the library down, unless it hangs."""
         self._events.close()
         if self._begun:
             try:
@@ -177,7 +178,7 @@ class Nvml:
             if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
                 yield self._reading(gpu, "nvml.lost", 1.0)
             elif error.value == nvml.NVML_ERROR_RESET_REQUIRED:
-                # The GPU answers, and asks for a reset: that is its own recovery action, and no loss.
+                # The GPU answers and asks for a reset: it is not lost, and has a recovery action of its own.
                 yield self._reading(gpu, "nvml.lost", 0.0)
                 yield self._reading(
                     gpu, "nvml.recovery_action", float(nvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
@@ -192,7 +193,7 @@ class Nvml:
         return Reading(source="nvml", name=name, value=value, subject=gpu.subject, device=gpu.uuid)
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer; None for what this GPU or driver does not have. Raises NVMLError otherwise."""
+        """The answer; None if this GPU or driver does not support the call. Raises NVMLError otherwise."""
         try:
             return call(*arguments)
         except self._nvml.NVMLError as error:
@@ -231,7 +232,7 @@ class Nvml:
             yield self._reading(gpu, "nvml.clock_reasons", float(reasons))
 
     def _load(self, gpu: Gpu) -> Iterator[Reading]:
-        """For people: no rule is about these."""
+        """Readings for people: no rule uses them."""
         nvml = self._nvml
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, gpu.handle)
         if rates is not None:
@@ -252,8 +253,8 @@ class Nvml:
             yield self._reading(gpu, "nvml.ecc.sram_threshold", float(status.bThresholdExceeded))
 
     def _links(self, gpu: Gpu) -> Iterator[Reading]:
-        """Links that were active and are not: which links a GPU should have, it does not say (cards without a bridge
-        call theirs inactive)."""
+        """Links that were active and are not any more. NVML does not tell which links a GPU should have (cards without
+        a bridge report theirs as inactive)."""
         active = set()
         for link in range(self._nvml.NVML_NVLINK_MAX_LINKS):
             state = self._ask(self._nvml.nvmlDeviceGetNvLinkState, gpu.handle, link)
@@ -280,8 +281,8 @@ class Nvml:
 
 
 def load_nvml(folder: Path | None = None) -> Any:
-    """The module pynvml with the driver's library, or the one in `folder` (a stand-in); None without either. Asks the
-    driver nothing yet."""
+    """The module pynvml with the driver's library, or with the one in `folder` (a stand-in); None without either. Asks
+    nothing of the driver yet."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
         if folder is not None:
@@ -294,7 +295,7 @@ def load_nvml(folder: Path | None = None) -> Any:
 
 
 def nvml_sources(machine: MachineRoot) -> list[Nvml]:
-    """One, where the library is."""
+    """The source for NVIDIA GPUs, if the library is available."""
     if machine.stand_in and machine.nvml is None:
         return []
     library = load_nvml(machine.nvml)

@@ -1,5 +1,6 @@
-"""Regular expressions of rules. A user's is searched for by RE2, in time that grows with the line and not with what the pattern
-makes of it: `(a+)+$` on one long line would otherwise stop the agent of each node, and the job would lose healthy nodes."""
+"""Regular expressions of rules. A user's pattern is searched for by RE2, in time linear in the length of the line
+whatever the pattern: with Python's `re`, `(a+)+$` on one long line would stop the agent of each node, and the job would
+lose healthy nodes."""
 
 from __future__ import annotations
 
@@ -8,16 +9,17 @@ from functools import cache
 from typing import cast
 
 MOST_CHARS = 4_000
-"""Of a user's pattern. With MEMORY_BYTES: what bounds the time for a line of 2,000 characters to a tenth of a second."""
+"""The longest pattern of a user. Together with MEMORY_BYTES it limits the time for a line of 2,000 characters to a
+tenth of a second."""
 MEMORY_BYTES = 1 << 20
 
 
 @cache
 def compiled(pattern: str, own: bool) -> re.Pattern[str]:
-    """own: it is of Holdfast's catalogue, and may need what RE2 does not have, as a look ahead.
+    """Compiles a pattern. own: it is from Holdfast's catalogue, and may use features that RE2 lacks, such as lookahead.
 
     Raises:
-        ValueError: it cannot be used. The message goes on after "the pattern".
+        ValueError: it cannot be used. The message continues a sentence that begins with "the pattern".
     """
     if own:
         try:

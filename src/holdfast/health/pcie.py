@@ -22,8 +22,8 @@ _KINDS = {
     "0x0207": "nic",
     "0x0108": "nvme",
 }
-"""By base class and subclass (PCI Code and ID Assignment): VGA and 3D controllers, accelerators, Ethernet and InfiniBand
-controllers, non-volatile memory."""
+"""PCI base class and subclass (PCI Code and ID Assignment): VGA and 3D controllers, accelerators, Ethernet and
+InfiniBand controllers, non-volatile memory."""
 _COUNTERS = {"fatal": "TOTAL_ERR_FATAL", "nonfatal": "TOTAL_ERR_NONFATAL", "correctable": "TOTAL_ERR_COR"}
 # A read to an address at which no device answers completes with all ones on PCIe; no vendor has this number.
 _GONE = b"\xff\xff\xff\xff"
@@ -38,7 +38,7 @@ class _Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pcie:
-    """Reads what changes; which devices there are is looked up when one came or went."""
+    """Reads the changing values of PCIe devices; the list of devices is only read again when one came or went."""
 
     name = "pcie"
     every_s = PCIE_S
@@ -61,7 +61,7 @@ class Pcie:
             yield from self._read(address, device)
 
     def _look(self) -> None:
-        """A device that went away stays in the list: that is what there is to say of it."""
+        """Updates the list of devices. A device that went away stays in it, so that it is reported as lost."""
         addresses = listing(self._folder)
         # Comparing one listing is all that a round costs as long as nothing was plugged or lost: classes and
         # limits are read once per device.
@@ -77,7 +77,7 @@ class Pcie:
                 continue
             width, speed = _ceiling(folder)
             uuid = uuids.get(address, "")
-            # As the driver's lines call a GPU: without the function.
+            # In the form in which the driver's lines name a GPU: without the function.
             subject = f"gpu {address.partition('.')[0]}" if kind == "gpu" else f"{kind} {address}"
             self._devices[address] = _Device(
                 folder=folder, subject=subject, device=uuid, width=width, speed=speed
@@ -125,11 +125,11 @@ class Pcie:
             yield reading("pcie.link_speed_share", speed / at.speed)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing is open."""
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Vendor and device number; all ones when nobody answers at this address."""
+    """Vendor and device number; all ones if no device answers at this address."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4)
@@ -138,7 +138,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _link(folder: Path, which: str) -> tuple[int, float]:
-    """(lanes, GT/s) of a link; 0 what it does not say (`Unknown`, or 255 lanes, of one that is down)."""
+    """(lanes, GT/s) of a link; 0 for a figure that is missing (`Unknown`, or 255 lanes, of a link that is down)."""
     width, speed = quiet(folder / f"{which}_link_width"), quiet(folder / f"{which}_link_speed").split(" ")[0]
     lanes = int(width) if width.isdigit() and int(width) < 64 else 0
     try:
@@ -148,20 +148,20 @@ def _link(folder: Path, which: str) -> tuple[int, float]:
 
 
 def _ceiling(folder: Path) -> tuple[int, float]:
-    """What the link can be: the lesser of what the device and the port above it can do. A wide card in a narrow slot is
-    no fault."""
+    """The most that the link can do: the lesser of the device's limit and that of the port above it. A wide card in a
+    narrow slot is no fault."""
     device = _link(folder, "max")
     above = _link(folder.resolve().parent, "max")
     return min(device[0], above[0] or device[0]), min(device[1], above[1] or device[1])
 
 
 def pcie_sources(machine: MachineRoot) -> list[Pcie]:
-    """One, where there is a PCI bus."""
+    """The source for PCIe devices, if there is a PCI bus."""
     return [Pcie(machine)] if names(machine.root / "sys/bus/pci/devices") else []
 
 
 def has_nvidia_gpu(root: Path) -> bool:
-    """Whether one is on the PCI bus, with a driver or without."""
+    """Whether an NVIDIA GPU is on the PCI bus, with a driver or without."""
     folder = root / "sys/bus/pci/devices"
     return any(
         quiet(folder / address / "vendor") == "0x10de"

@@ -1,4 +1,4 @@
-"""Processors, memory, processes, the clock and the boot: what /proc and the EDAC part of /sys say of the host."""
+"""Processors, memory, processes, the clock and the boot: what /proc and the EDAC part of /sys report about the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PRESSURE_S = 15.0
 PROCESSES_S = 60.0
 MEMORY_S = 15.0
 CLOCK_S = 60.0
-BLOCKED_TOLD = 8
+BLOCKED_REPORTED = 8
 _TAINTS = {"machine_check": 4, "oops": 7, "soft_lockup": 14}
-"""Bits of /proc/sys/kernel/tainted (Documentation/admin-guide/tainted-kernels.rst): what the kernel has seen since its
-boot, also where its log cannot be read."""
+"""Bits of /proc/sys/kernel/tainted (Documentation/admin-guide/tainted-kernels.rst): problems that the kernel has seen
+since its boot. Readable even where its log is not."""
 # Offsets within struct timex on 64-bit Linux (linux/timex.h): `maxerror` at 24, `status` at 40, 208 bytes in
 # all.
 _STA_UNSYNC = 0x40
@@ -28,7 +28,7 @@ _TIMEX_STATUS, _TIMEX_MAXERROR, _TIMEX_BYTES = 40, 24, 208
 
 
 class Pressure:
-    """How much of the time tasks stood still for want of processor, memory or disk (PSI), and the kernel's taints."""
+    """The share of time in which tasks waited for processor, memory or disk (PSI), and the kernel's taints."""
 
     name = "proc"
     every_s = PRESSURE_S
@@ -37,7 +37,7 @@ class Pressure:
         self._root = machine.root
 
     def read(self) -> Iterator[Reading]:
-        """`cpu.stalled_percent` and the like: some task for the processor, all tasks for memory and disk."""
+        """`cpu.stalled_percent` and the like: some task waits for the processor, or all tasks wait for memory or disk."""
         # `full` does not exist for the processor on the whole machine: somebody always runs. For memory and
         # disk `some` is everyday life under load, and only `full` means that no work is done.
         for kind, line in (("cpu", "some"), ("memory", "full"), ("io", "full")):
@@ -48,11 +48,11 @@ class Pressure:
                 yield Reading(source="proc", name=f"kernel.saw_{what}", value=float(int(tainted) >> bit & 1))
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing is open."""
 
 
 def _pressure(path: Path, line: str) -> float | None:
-    """Over the last minute."""
+    """The average over the last minute."""
     if (content := text(path)) is None:
         return None
     # avg10 jumps with every page-in and avg300 is still low when a job has been stuck for minutes; so avg60.
@@ -61,7 +61,7 @@ def _pressure(path: Path, line: str) -> float | None:
 
 
 class Processes:
-    """Processes that hang in the kernel, zombies, and how much is left of what processes are made of."""
+    """Processes that hang in the kernel, zombies, and how many more processes, threads and open files the limits allow."""
 
     name = "proc"
     every_s = PROCESSES_S
@@ -69,11 +69,11 @@ class Processes:
     def __init__(self, machine: MachineRoot, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = machine.root, clock
         self._blocked: dict[tuple[str, str], float] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def read(self) -> Iterator[Reading]:
-        """`process.blocked_s`: of those that were in state D at every look since (the longest ones), and 0 of one that is
-        not any more. Shares are of the limit."""
+        """`process.blocked_s` of the processes that were in state D at every look since they were first seen in it (the
+        longest ones), and 0 once for one that is not any more. Shares are of the limit."""
         now = self._clock()
         blocked: dict[tuple[str, str], float] = {}
         hung: dict[str, float] = {}
@@ -97,24 +97,25 @@ class Processes:
             # State D at one look is normal input and output. Only what was in it at every look since is
             # counted, so a process that reads a lot of data, in and out of D, is not hung.
             elif rest[1:2] == "D":
-                key = pid, "".join(rest.split()[19:20])  # numbers are given again: with the time of its start
+                key = pid, "".join(rest.split()[19:20])  # ids are reused: with the time of its start
                 since = blocked[key] = self._blocked.get(key, now)
                 if since < now:
                     hung[f"process {command.partition('(')[2]} (pid {pid})"] = now - since
         self._blocked = blocked
-        longest = sorted(hung, key=hung.__getitem__, reverse=True)[:BLOCKED_TOLD]
-        # Those that were shown and are not blocked any more are read as 0 once, which ends their finding.
-        for subject in (*longest, *(self._told - set(longest))):
+        longest = sorted(hung, key=hung.__getitem__, reverse=True)[:BLOCKED_REPORTED]
+        # Processes that were reported and are not blocked any more are read as 0 once, which ends their
+        # finding.
+        for subject in (*longest, *(self._reported - set(longest))):
             yield Reading(
                 source="proc", name="process.blocked_s", value=hung.get(subject, 0.0), subject=subject
             )
-        self._told = set(longest)
+        self._reported = set(longest)
         yield Reading(source="proc", name="process.zombies", value=float(zombies))
         yield from attempt("proc", "process.used_share", lambda: _processes_share(proc))
         yield from attempt("proc", "file.used_share", lambda: _files_share(proc))
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing is open."""
 
 
 def _processes_share(proc: Path) -> float | None:
@@ -131,7 +132,8 @@ def _files_share(proc: Path) -> float | None:
 
 
 class MemorySource:
-    """Memory that is left, kills for want of it, and errors that its controllers corrected or did not."""
+    """Free memory, processes killed for lack of it, and memory errors that the controllers corrected or could not
+    correct."""
 
     name = "proc"
     every_s = MEMORY_S
@@ -155,8 +157,8 @@ class MemorySource:
             return
         if table:
             yield from attempt("proc", "memory.available_share", lambda: _available(table))
-        # Pages that the kernel took out of use after an error that memory could not correct: visible also
-        # where the machine has no EDAC driver.
+        # Pages that the kernel took out of use after an uncorrectable memory error: visible also if the
+        # machine has no EDAC driver.
         if "HardwareCorrupted" in table:
             yield from attempt(
                 "proc", "memory.corrupted_bytes", lambda: 1024.0 * _kib(table, "HardwareCorrupted")
@@ -170,7 +172,7 @@ class MemorySource:
                 yield from number("edac", f"edac.{kind}", path, f"memory controller {controller[2:]}")
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing is open."""
 
 
 def _kib(table: dict[str, str], key: str) -> int:
@@ -183,14 +185,14 @@ def _available(table: dict[str, str]) -> float:
 
 def _oom_kills(path: Path) -> float | None:
     content = text(path) or ""
-    # Searched rather than parsed: vmstat has some 200 lines and is read every 15 s. The blank keeps other
-    # names that begin so apart.
+    # Searched rather than parsed: vmstat has some 200 lines and is read every 15 s. The blank excludes other
+    # names with the same beginning.
     at = content.find("\noom_kill ")
     return float(content[at + 10 :].split(maxsplit=1)[0]) if at >= 0 else None
 
 
 class Clock:
-    """Whether the clock is set by others, and which boot this is."""
+    """Whether the clock is synchronized, and which boot this is."""
 
     name = "proc"
     every_s = CLOCK_S
@@ -220,7 +222,7 @@ class Clock:
         yield from attempt("proc", "boot.uptime_s", lambda: _uptime_s(self._root / "proc/uptime"))
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing is open."""
 
 
 def _uptime_s(path: Path) -> float | None:
@@ -242,5 +244,5 @@ def kernel_clock() -> tuple[int, int]:
 
 
 def processor_sources(machine: MachineRoot) -> list[Pressure | Processes | MemorySource | Clock]:
-    """Every machine has these."""
+    """The sources that every machine has."""
     return [Pressure(machine), Processes(machine), MemorySource(machine), Clock(machine)]

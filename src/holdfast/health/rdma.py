@@ -35,7 +35,7 @@ _HW_COUNTERS = (
     "rx_drops",
     "unresponsive_remote_events",
 )
-"""Of the many that drivers have, those that somebody has a threshold for (docs/health/rules.md)."""
+"""The counters, of the many that drivers have, for which a threshold has been published (docs/health/rules.md)."""
 
 
 class Rdma:
@@ -110,12 +110,12 @@ class Rdma:
             )
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing is open."""
 
 
 def port_state(device: Path, port: Path) -> str | None:
-    """Of a port's folder: `ACTIVE`, `DOWN`, `INIT`, ... EFA's driver calls every port active; what is below an interface
-    of the same device says it, if there is one (else None: it cannot be told)."""
+    """State of a port, from its folder: `ACTIVE`, `DOWN`, `INIT`, ... EFA's driver reports every port as active, so the
+    state of the network interface of the same device is used; None if it has no interface."""
     # A port state that is always ACTIVE would hide a lost link of EFA, so the network interface of the same
     # device answers instead.
     if (device / "device/driver").resolve().name == "efa":
@@ -126,7 +126,7 @@ def port_state(device: Path, port: Path) -> str | None:
 
 
 def _rate(folder: Path) -> float:
-    """Of `400 Gb/sec (4X NDR)`."""
+    """The rate of a line such as `400 Gb/sec (4X NDR)`."""
     try:
         return float(quiet(folder / "rate").split(" ")[0])
     except ValueError:
@@ -134,5 +134,5 @@ def _rate(folder: Path) -> float:
 
 
 def rdma_sources(machine: MachineRoot) -> list[Rdma]:
-    """One, where the kernel has RDMA."""
+    """The source for RDMA devices, if the kernel has RDMA."""
     return [Rdma(machine)] if (machine.root / "sys/class/infiniband").is_dir() else []

@@ -1,8 +1,9 @@
-"""When the reduction itself has become slower: a link, a switch, a network card. Pure.
+"""Detects that the reduction itself has become slower, because of a link, a switch or a network card. Pure.
 
-All wait for a slow link, and all about as long; so what every worker waits at least is what the communication takes, and a
-slow worker does not change it, for it is the one that waits least. In a ring the one at the receiving end of a slow link has
-its last piece last, so the others wait for its word at the vote: that is where to look first.
+With a slow link all workers wait, and about equally long. So the shortest wait of any worker is the time of the
+communication itself; a slow worker does not change it, because it is the one that waits least. In a ring, the rank at
+the receiving end of a slow link gets its last piece last, and the others wait for its vote: its link is the one to
+inspect first.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from dataclasses import dataclass
 from holdfast.protocol.phases import Spent
 
 LEARNED = 24
-"""Blocks of steps from which the usual time is taken, after the first `WARM_UP`."""
+"""Number of blocks of steps from which the usual time is learned, after the first `WARM_UP`."""
 WARM_UP = 2
 SLOWER = 1.5
 WORTH = 0.05
-"""It must cost so much of a step's time."""
+"""The slowdown must cost at least this share of a step's time."""
 LOOKED_AT, OF_THEM = 16, 12
-"""So many blocks are looked at, and so many of them must be slow."""
+"""The number of blocks that are considered, and how many of them must be slow."""
 MOST = 2 / 3
-"""Of the other workers wait longest for the same one, in most of these blocks: the link is that one's."""
+"""The share of the other workers that must wait longest for the same rank, in most of these blocks, for its link to be
+named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionChange:
-    """The reduction became slow, or is as fast as it was."""
+    """The reduction became slow, or is as fast as before again."""
 
     slow: bool
     since: int
@@ -36,11 +38,11 @@ class ReductionChange:
     usual_s: float
     """Seconds of a step that the reduction takes, as learned at the start."""
     now_s: float
-    """The same, lately."""
+    """The same over the most recent blocks."""
     share: float
     """The share of a step that the difference costs."""
     rank: int | None
-    """Whose link it seems to be; None: of no single one."""
+    """The rank whose link seems to be slow; None: no single one."""
 
 
 class Reductions:
@@ -53,7 +55,7 @@ class Reductions:
         self._slow = False
 
     def look(self, spent: Sequence[Spent]) -> ReductionChange | None:
-        """One block of all workers."""
+        """Takes one block of steps of all workers."""
         # One worker alone waits for nobody.
         if len(spent) < 2:
             return None
@@ -89,7 +91,7 @@ class Reductions:
         names = Counter(x[3] for x in seen if x[3] is not None)
         rank, times = names.most_common(1)[0] if names else (None, 0)
         # The rank is only named if most of the slow blocks name the same one. A switch slows all links, and
-        # no rank is to blame for it.
+        # no single rank's link is the cause.
         return ReductionChange(
             slow=self._slow,
             since=seen[0][0],

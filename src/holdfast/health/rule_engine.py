@@ -14,12 +14,12 @@ from holdfast.health.thresholds import Thresholds
 from holdfast.protocol.health import EVIDENCE_CHARS, Condition, Finding, Remedy, Severity
 
 KEYS_KEPT = 4096
-"""Subjects times rules that are remembered; the one that was quiet longest is forgotten first."""
+"""The most pairs of subject and rule that are remembered; the one that was quiet longest is forgotten first."""
 _SEVERITIES, _REMEDIES = list(Severity), list(Remedy)
 
 
 class Burst:
-    """When something last occurred on one subject, and the worst that was said of it."""
+    """When a fault last occurred on one subject, and the worst finding that was reported about it."""
 
     __slots__ = ("last_s", "reported")
 
@@ -29,7 +29,7 @@ class Burst:
 
 
 class RuleEngine:
-    """Rules and what they remember. Give it every line and reading, and ask `overdue` at `next_due_s`."""
+    """The rules and their memory. Pass it every line and reading, and call `overdue` at `next_due_s`."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._bursts: OrderedDict[tuple[str, str], Burst] = OrderedDict()
@@ -39,7 +39,7 @@ class RuleEngine:
         self.set_rules(rules)
 
     def set_rules(self, rules: Iterable[Rule]) -> None:
-        """Other rules from now on; what is remembered for rules of the same name stays."""
+        """Replaces the rules; state kept for rules of the same name stays."""
         kept = list(rules)
         self._matchers = Matchers(kept)
         self._thresholds.set_rules(r for r in kept if r.enabled and (r.reading or r.unknown))
@@ -49,7 +49,7 @@ class RuleEngine:
     # ------------------------------------------------------------ lines
 
     def on_line(self, line: LogLine, now_s: float) -> list[Finding]:
-        """What the rules say to a line. now_s: since any moment, never backward."""
+        """The findings of the rules about a line. now_s: on any clock that never goes backward."""
         found = []
         # A line may be old when it arrives: a kernel log is read from where the last agent stopped, and a
         # journal arrives late. Windows and bursts count in the time at which something happened, not at which
@@ -57,7 +57,7 @@ class RuleEngine:
         at_s = now_s - line.age_s
         for rule, match in self._matchers.find(line):
             subject = subject_of(rule, match, line.worker)
-            # A line that a rule waits for is no fault; it only pays what its worker owed.
+            # A line that a rule waits for is no fault; it only meets the expectation.
             if rule.absence:
                 self._absence.on_line(rule, line.worker, now_s)
                 continue
@@ -65,8 +65,8 @@ class RuleEngine:
                 continue
             if not _over(rule, match):
                 if rule.window == 0:
-                    # A rule over a log may count without a window: so many bad values one after the other.
-                    # One good value starts the count again.
+                    # A rule over a log may count without a window: that many bad values in a row. One good
+                    # value restarts the count.
                     self._matches.pop((rule.id, subject), None)
                 continue
             count = self._counted(rule, subject, at_s)
@@ -77,7 +77,7 @@ class RuleEngine:
         return found
 
     def _counted(self, rule: Rule, subject: str, at_s: float) -> int:
-        """How often the rule matched within its window, this time included."""
+        """How often the rule matched within its window, including this time."""
         if rule.count == 1 and not rule.window:
             return 1
         key = (rule.id, subject)
@@ -97,8 +97,8 @@ class RuleEngine:
         return len(times)
 
     def _news(self, rule: Rule, subject: str, at_s: float) -> bool:
-        """Not said yet in this burst. Codes of one family on one subject are one burst, in which only worse is news:
-        an Xid brings others with it."""
+        """Whether a match is to be reported: not if this burst has been reported already. All codes of a family on one
+        subject are one burst, in which only a worse one is reported, because one Xid brings others with it."""
         # A rule on trial stays out of its family's burst. It is never acted on, so it must not be the reason
         # that a rule which is acted on stays silent.
         group = rule.family if rule.family and not rule.dry_run else rule.id
@@ -124,7 +124,7 @@ class RuleEngine:
     # ------------------------------------------------------------ readings
 
     def on_reading(self, reading: Reading, now_s: float) -> list[Finding]:
-        """What the rules say to a reading. A condition that is over gives a finding with condition healthy."""
+        """The findings of the rules about a reading. When a condition is over, a finding has condition healthy."""
         found = []
         for rule, condition, evidence, count in self._thresholds.judge(reading, now_s):
             # A source that cannot be read concerns the source as a whole, whichever of its readings happened
@@ -143,19 +143,19 @@ class RuleEngine:
     # ------------------------------------------------------------ lines that do not come
 
     def on_training_started(self, worker: str, rank: int, now_s: float) -> None:
-        """A worker begins to train: from now on its log must show what the rules expect."""
+        """The worker begins to train: from now on its log must show the lines that the rules expect."""
         self._absence.on_training_started(worker, rank, now_s)
 
     def on_training_paused(self, worker: str) -> None:
-        """A worker does not train for now, or is gone."""
+        """The worker does not train for now, or is gone."""
         self._absence.on_training_paused(worker)
 
     def next_due_s(self) -> float | None:
-        """When `overdue` has something to say if nothing happens before."""
+        """When `overdue` next has a finding if nothing happens before."""
         return self._absence.next_due_s()
 
     def overdue(self, now_s: float) -> list[Finding]:
-        """Lines that should have come by now."""
+        """The findings about lines that should have appeared by now."""
         return [
             finding(rule, worker, evidence, worker=worker)
             for rule, worker, evidence in self._absence.overdue(now_s)
@@ -163,8 +163,8 @@ class RuleEngine:
 
 
 def subject_of(rule: Rule, match: re.Match[str], worker: str) -> str:
-    """What a match is about: the rule's words with the match's groups in them; in a log, the worker. PCI addresses are
-    written alike by all."""
+    """The subject of a match: the rule's text with the match's groups filled in; in a log, the worker. PCI addresses
+    are brought into one form."""
     if not rule.subject:
         return worker
     groups = {k: v or "" for k, v in match.groupdict().items()}
@@ -182,8 +182,8 @@ def finding(
     age_s: float = 0.0,
     condition: Condition = Condition.FAULTY,
 ) -> Finding:
-    """A finding in the rule's name."""
-    # That nothing can be read is neither health nor a fault: acting on it would replace nodes for a missing
+    """A finding of the rule."""
+    # An unknown reading is neither health nor a fault: acting on it would replace nodes for a missing
     # permission.
     if rule.unknown and condition is Condition.FAULTY:
         condition = Condition.UNKNOWN
@@ -207,12 +207,12 @@ def finding(
 
 
 def _over(rule: Rule, match: re.Match[str]) -> bool:
-    """The number in the line is beyond the rule's threshold; true where the rule has none."""
+    """Whether the number in the line is beyond the rule's threshold; true if the rule has none."""
     if rule.above is None and rule.below is None:
         return True
-    # Scripts print numbers in many ways; what is no number is not judged, because a rule must never make a
-    # fault out of a log's format. NaN compares as false on both sides: not-finite values need a pattern of
-    # their own.
+    # Scripts print numbers in many ways. Text that is not a number is not judged, because a rule must never
+    # turn a log's format into a fault. NaN compares as false on both sides: not-finite values need a pattern
+    # of their own.
     text = match["value"] if "value" in match.re.groupindex else match[1]
     try:
         value = float(text)

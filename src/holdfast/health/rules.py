@@ -1,4 +1,4 @@
-"""What a rule is: where it looks, what it looks for, and what it asks for."""
+"""Defines a rule: its source, its condition, and the remedy that it asks for."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     id: str
     source: str = ""
-    """Where it looks: `kmsg` or `log` for lines, the name of a source for readings."""
+    """Its source: `kmsg` or `log` for lines, the name of a source for readings."""
     severity: Severity = Severity.WARNING
     remedy: Remedy = Remedy.WATCH
     wording: str = ""
-    """What people read about it."""
+    """The text that people read about it."""
     reference: str = ""
     subject: str = ""
-    """What a match is about, with the named groups of the pattern: `"gpu {pci}"`."""
+    """The subject of a finding, with the named groups of the pattern: `"gpu {pci}"`."""
     pattern: str = ""
     """Regular expression over a line, searched for."""
     family: str = ""
@@ -49,51 +49,51 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     reading: str = ""
     """The reading's name."""
     unknown: bool = False
-    """It looks for readings of its source that cannot be had."""
+    """It is about readings of its source that cannot be read."""
     above: float | None = None
-    """More than this. For a line: the number in its group `value`."""
+    """The reading is above this. For a line: the number in its group `value`."""
     below: float | None = None
-    """Less than this, in the same way."""
+    """The reading is below this; for a line likewise."""
     equals: float | str | None = None
     differs: float | str | None = None
     any_bits: int | None = None
     """Any of these bits of a mask is set."""
     leaves: float | str | None = None
-    """It had this value, and has another."""
+    """The reading had this value, and has another one now."""
     rises: float | None = None
-    """By so much within `window`; without one since the reading before."""
+    """The value rises by this much within `window`; without a window, since the reading before."""
     falls: float | None = None
-    """By so much, in the same way."""
+    """The value falls by this much, in the same way."""
     rate_above: float | None = None
-    """Per second, over `window`."""
+    """The value rises faster than this, per second, over `window`."""
     below_reading: str = ""
-    """Less than this other reading of the same subject."""
+    """The reading is below this other reading of the same subject."""
     above_reading: str = ""
-    """More than this other reading of the same subject."""
+    """The reading is above this other reading of the same subject."""
     holds: float = 0.0
     """Seconds for which the condition must be true."""
     share: float = 0.0
     """The share of the window for which it must be true."""
     count: int = 1
-    """So many matches, or so many times that the condition became true, within `window`."""
+    """How many matches, or how many times that the condition became true, are needed within `window`."""
     window: float = 0.0
     """Seconds."""
     apart: float = 0.0
-    """Matches closer than so many seconds are one."""
+    """Matches closer together than this many seconds count as one."""
     quiet: float = QUIET_S
-    """Seconds without an occurrence that end a burst."""
+    """A burst ends after this many seconds without an occurrence."""
     start_within: float = 0.0
-    """Seconds after a worker's start within which the line must come: its absence is the fault."""
+    """The line must appear within this many seconds after a worker's start: its absence is the fault."""
     start_after: float = 0.0
-    """Nothing counts in the first so many seconds of a worker's training."""
+    """Nothing counts in the first seconds of a worker's training, as many as this."""
     every: float = 0.0
-    """Seconds within which the line must come again."""
+    """The line must appear again within this many seconds."""
     ranks: tuple[int, ...] = ()
-    """Whose logs; empty: all, and for an absence rank 0."""
+    """The ranks whose logs are judged; empty: all, and for an absence rank 0."""
     fault_on_match: bool = False
-    """The line ends the worker that it came from; short for a severity and a remedy."""
+    """The line reports what ended its worker; short for a severity and a remedy."""
     shared: bool = False
-    """No node is to blame."""
+    """The fault is no node's."""
     dry_run: bool = False
     """On trial: its findings are recorded and never acted on."""
     enabled: bool = True
@@ -103,7 +103,7 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     """Lines that it must not match."""
 
     own: bool = False
-    """Its patterns are those of Holdfast's catalogue: see `patterns`. No field of a file."""
+    """Its patterns are from Holdfast's catalogue, see `patterns`. Not a field of rule files."""
 
     @property
     def absence(self) -> bool:
@@ -112,8 +112,9 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @property
     def firm(self) -> bool:
-        """It says how much of what logs say is a fault, so one finding is enough. What takes a node out of the job is
-        never decided by one line: a log holds what the script prints, and that may be anybody's text."""
+        """Whether one finding is enough to act on: the rule itself says how often, or how far, must be exceeded. A
+        single line of a log never takes a node out of the job: a log contains what the script prints, which may be
+        anybody's text."""
         # `firm` findings skip the core's demand for a second occurrence. A rule with limits, an absence or a
         # count already says how much is a fault. A rule that takes away a node is never firm on one line.
         limits = self.above is not None or self.below is not None
@@ -122,7 +123,7 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @property
     def changes(self) -> bool:
-        """It is about a change of a value, which is over as soon as the value stands still."""
+        """Whether it is about a change of a value, which is over as soon as the value stays the same."""
         return any(limit is not None for limit in (self.rises, self.falls, self.rate_above))
 
 
@@ -133,7 +134,7 @@ CONDITIONS = (
 
 
 class RuleError(UsageError):
-    """A rule that cannot be. key: the field that is wrong."""
+    """A rule is not valid. key: the field that is wrong."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -141,10 +142,10 @@ class RuleError(UsageError):
 
 
 def make_rule(fields: dict[str, Any], own: bool = False) -> Rule:
-    """A rule from its fields, checked; durations as seconds. own: see `Rule`.
+    """A checked rule from its fields; durations as seconds. own: see `Rule`.
 
     Raises:
-        RuleError: something is missing, misspelt, or does not go together.
+        RuleError: a field is missing, misspelt, or conflicts with another one.
     """
     known = set(Rule.__struct_fields__) - {"own"}
     for key in fields:
@@ -157,11 +158,11 @@ def make_rule(fields: dict[str, Any], own: bool = False) -> Rule:
         if isinstance(fields.get(key), str):
             fields[key] = _seconds(key, fields[key])
     if fields.get("fault_on_match"):
-        # The short form is for scripts that print what killed them. Restarting the worker is the mildest
-        # remedy that helps, and the only one that a single line of a log may ask for (see `firm`).
+        # The short form is for scripts that print the error that ended them. Restarting the worker is the
+        # mildest remedy that helps, and the only one that a single line of a log may ask for (see `firm`).
         fields.setdefault("severity", "error")
         fields.setdefault("remedy", "restart-worker")
-        fields.setdefault("quiet", 1.0)  # each counts: what a log says is acted on when it comes again
+        fields.setdefault("quiet", 1.0)  # acted on when the line appears again
     try:
         made: Rule = decode(partial(msgspec.convert, type=Rule), fields, "")
         rule = msgspec.structs.replace(made, own=own)

@@ -1,4 +1,4 @@
-"""Rules from TOML files: the catalogue, and what users add, override and switch off."""
+"""Rules from TOML files: the catalogue, and the rules that users add, override and disable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from holdfast.protocol.wire.decoding import decode
 
 Fields = dict[str, Any]
 MOST_BYTES = 1 << 20
-"""Of a rule file. Reading names with many dots takes time that grows with their square."""
+"""The longest rule file. Reading names with many dots takes time quadratic in their number."""
 
 _FAMILY_KEYS = ("source", "pattern", "subject", "variant", "quiet", "reference", "examples", "others")
 _TABLES = ("class", "code")
 
 
 class RuleSet:
-    """Rules by their ids, and where each was written last. Disabled ones are kept: they still have a name."""
+    """Rules by their ids, and the file that last changed each. Disabled rules are kept, because their names must stay
+    known."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Fields] = {}
@@ -41,27 +42,29 @@ class RuleSet:
         return len(self._made)
 
     def copy(self) -> RuleSet:
-        """One that can be changed without changing this one."""
+        """A copy that can be changed without changing this one."""
         other = RuleSet()
         other._fields, other._families = dict(self._fields), dict(self._families)
         other._origins, other._made, other._own = dict(self._origins), dict(self._made), set(self._own)
         return other
 
     def get(self, id: str) -> Rule | None:
-        """The rule of this name."""
+        """The rule with this id."""
         return self._made.get(id)
 
     def origin(self, id: str) -> str:
-        """The file that said the last word about a rule."""
+        """The file that last changed a rule."""
         return self._origins[id]
 
     def read(self, text: str, name: str, own: bool = False) -> list[str]:
-        """Takes in one file; returns the ids of the rules that it wrote. name: for messages. own: it is of the catalogue.
+        """Reads one file; returns the ids of the rules that it defines. name: for messages. own: it is from the
+        catalogue.
 
         Raises:
-            UsageError: the file or one of its rules is wrong; the line is named, and nothing was taken in.
+            UsageError: the file or one of its rules is wrong; the message names the line, and nothing was changed.
         """
-        # All of it is the reading of somebody's file: a table where a text belongs is found wherever it is looked at.
+        # All of it decodes a user's file: a wrong type, such as a table instead of a text, may be found
+        # anywhere in it.
         return decode(lambda text: self._read(text, name, own), text, name, error=UsageError, most=MOST_BYTES)
 
     def _read(self, text: str, name: str, own: bool) -> list[str]:
@@ -99,7 +102,7 @@ class RuleSet:
             # A rule of a name that exists changes only the fields that it gives: users adjust a limit or a
             # remedy without copying the pattern.
             before = written.get(id, self._fields.get(id, {}))
-            if "pattern" in given and "pattern" in before:  # the old ones belong to the old pattern
+            if "pattern" in given and "pattern" in before:  # these belong to the old pattern
                 before = {
                     k: v for k, v in before.items() if k not in ("examples", "others", "subject", "family")
                 }
@@ -130,15 +133,15 @@ class RuleSet:
         return list(made)
 
     def named(self, name: str) -> list[str]:
-        """The rules that a name is of; `*` in it stands for anything."""
+        """The ids that a name matches; `*` in it stands for anything."""
         pattern = re.compile(re.escape(name).replace(r"\*", ".*"))
         return [id for id in self._made if pattern.fullmatch(id)]
 
     def on_trial(self, names: Iterable[str]) -> None:
-        """Puts rules on trial: written down, never acted on. `*`: all; `xid-*`: a family.
+        """Puts rules on trial: their findings are recorded, never acted on. `*`: all; `xid-*`: a family.
 
         Raises:
-            UsageError: no rule is called so.
+            UsageError: no rule matches a name.
         """
         for name in names:
             hit = self.named(name)
@@ -163,11 +166,11 @@ class RuleSet:
             # of some hundred.
             merged[table] = {**(before or {}).get(table, {}), **given.get(table, {})}
         for code, entry in merged["code"].items():
-            words = [entry, entry.get("repeat", {})] if isinstance(entry, dict) else [entry]
-            for word in words:
+            found = [entry, entry.get("repeat", {})] if isinstance(entry, dict) else [entry]
+            for one in found:
                 if (
-                    not isinstance(word, dict)
-                    or word.get("class", next(iter(merged["class"]), "")) not in merged["class"]
+                    not isinstance(one, dict)
+                    or one.get("class", next(iter(merged["class"]), "")) not in merged["class"]
                 ):
                     raise UsageError(
                         f"{name}, line {_line(text, code)}: code {code} of {family} needs one of the classes "
@@ -177,7 +180,8 @@ class RuleSet:
 
 
 def _mark(ours: set[str], key: str, members: Iterable[str], own: bool, given: Fields) -> None:
-    """What is the catalogue's stays its own where a user changes another field than a pattern, and adds a code to a family."""
+    """Keeps track of the patterns that are the catalogue's own. They stay so if a user changes a field other than a
+    pattern, or adds a code to a family."""
     if own or (key in ours and not given.keys() & {"pattern", "variant"}):
         ours.update((key, *members))
     else:
@@ -208,11 +212,11 @@ def _expand(family: str, table: Fields) -> dict[str, Fields]:
 
 
 def _entry(table: Fields, entry: Fields) -> Fields:
-    """An entry of a table of codes as a rule's fields: its class's, and its own."""
+    """The fields of a rule for one entry of a table of codes: those of its class, and its own."""
     of_class: Fields = table["class"].get(entry.get("class", ""), {})
-    words = [entry.get("name", ""), entry.get("why") or of_class.get("wording", "")]
+    parts = [entry.get("name", ""), entry.get("why") or of_class.get("wording", "")]
     own = {k: v for k, v in entry.items() if k not in ("class", "name", "why", "repeat")}
-    return of_class | own | {"wording": ". ".join(filter(None, words))}
+    return of_class | own | {"wording": ". ".join(filter(None, parts))}
 
 
 def _tables(tables: Fields, key: str, name: str, text: str) -> dict[str, Fields]:
@@ -223,19 +227,19 @@ def _tables(tables: Fields, key: str, name: str, text: str) -> dict[str, Fields]
 
 
 def _line(text: str, word: str) -> int:
-    """The first line that begins with a word, or has it in its header."""
+    """The number of the first line that begins with a word, or has it in its table header."""
     pattern = re.compile(rf"\s*(\[.*\b{re.escape(word)}\b|{re.escape(word)}\b)")
     return next((i for i, line in enumerate(text.splitlines(), 1) if pattern.match(line)), 1)
 
 
 def _rule_line(text: str, nth: int) -> int:
-    """The line in which the nth [[rule]] begins."""
+    """The number of the line in which the nth [[rule]] begins."""
     heads = [i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
     return heads[nth] if nth < len(heads) else 1
 
 
 def _key_line(text: str, begin: int, key: str) -> int:
-    """The line of a key of the table that begins there."""
+    """The number of the line of a key in the table that begins at `begin`."""
     lines = text.splitlines()
     for i in range(begin, len(lines)):
         if re.match(r"\s*\[", lines[i]):
@@ -246,13 +250,13 @@ def _key_line(text: str, begin: int, key: str) -> int:
 
 
 def catalogue() -> RuleSet:
-    """Holdfast's own rules, to be changed at will."""
+    """A copy of Holdfast's own rules, which the caller may change."""
     return _catalogue().copy()
 
 
 @cache
 def _catalogue() -> RuleSet:
-    """Read once in a process: a fork that has them already need not."""
+    """Read once per process: a forked process that has them already does not read them again."""
     rules = RuleSet()
     folder = resources.files("holdfast.health.catalogue")
     for file in sorted(folder.iterdir(), key=lambda f: f.name):
@@ -262,15 +266,15 @@ def _catalogue() -> RuleSet:
 
 
 def load_rules(files: Iterable[str] = (), dry_run: Iterable[str] = ()) -> RuleSet:
-    """The catalogue, with the user's files over it.
+    """The catalogue with the user's files applied on top of it.
 
     Raises:
-        UsageError: a file cannot be read, or something in it is wrong: the line is named.
+        UsageError: a file cannot be read or is wrong; the message names the line.
     """
     rules = catalogue()
     for name in files:
         try:
-            # A rule has a machine booted, or given back.
+            # A rule can cause a reboot of a machine, or its replacement.
             refuse_open_to_others(Path(name), "--health-rules", owner=False)
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

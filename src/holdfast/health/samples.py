@@ -1,4 +1,4 @@
-"""What sources say of the machine: lines that it logged, and values that were read. Rules judge them."""
+"""The input of rules: lines that the machine logged, and values that sources read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """`kmsg`, or the name of a log."""
     text: str
     worker: str = ""
-    """Whose log it is; empty: nobody's."""
+    """The worker whose log it is; empty: none."""
     age_s: float = 0.0
     """Seconds since it was logged."""
 
@@ -25,10 +25,10 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     name: str
     """`edac.ue_count`, `nvml.ecc.volatile.uncorrected`; with the unit where it has one (`disk.free_bytes`)."""
     value: float | str | None
-    """None: it could not be read now, which is no sign of health. What a machine does not have gives no
-    reading at all."""
+    """None: it could not be read now, which is no sign of health. For a property that the machine does not have there
+    is no reading at all."""
     subject: str = ""
-    """What it is about, as in a Finding; empty: the node."""
+    """Its subject, as in a Finding; empty: the node."""
     device: str = ""
     """The subject's lasting identity, as in a Finding."""
     why: str = ""

@@ -1,8 +1,8 @@
-"""What a source is: the small piece of code that reads one part of the machine, for rules to judge.
+"""Defines a source: a small piece of code that reads one part of the machine, for rules to judge.
 
-A source reads and names; it decides nothing and keeps no more than it needs to read on. The watcher calls it on a
-thread of its own, so it may block, and one that hangs (a driver call that never returns) is Unknown after three of its
-periods while the others go on.
+A source reads and names values; it decides nothing and keeps no more than it needs to continue reading. The watcher
+calls it on a thread of its own, so it may block. One that hangs (a driver call that never returns) is Unknown after
+three of its periods, while the others go on.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Source(Protocol):
         ...
 
     def read(self) -> Iterable[Reading | LogLine]:
-        """All values, now."""
+        """All values as they are now."""
         ...
 
     def close(self) -> None:
-        """Gives back what it holds open."""
+        """Closes and releases what it holds."""
         ...
 
 
 class MachineRoot(msgspec.Struct, frozen=True):
-    """Where a machine is read from: the real one, or a folder that stands in for it."""
+    """The root of a machine's files: the real machine, or a folder that stands in for it."""
 
     root: Path = Path("/")
     """The folder in front of `/proc`, `/sys` and `/dev`."""
@@ -62,11 +62,11 @@ class MachineRoot(msgspec.Struct, frozen=True):
 
     @property
     def stand_in(self) -> bool:
-        """It is no real machine: faults are written into it."""
+        """Whether it is not a real machine but a folder into which tests write faults."""
         return self.root != Path("/")
 
 
-# A factory looks for what there is when the agent starts, and a source for what comes later: a machine
+# A factory finds the devices that exist when the agent starts, and a source those that come later: a machine
 # without RDMA has no source for it at all, and no Unknown either.
 Factory = Callable[[MachineRoot], Iterable[Source]]
-"""Makes the sources of one kind that this machine has; none when it has nothing to read."""
+"""Makes the sources of one kind that this machine has; none if there is nothing to read."""

@@ -1,8 +1,8 @@
-"""Who stands where: the stacks of all ranks in groups, and which group is the odd one. Pure.
+"""Groups the stacks of all ranks by where they are, and finds the group that the others wait for. Pure.
 
-When a job stands still, almost all ranks wait in the same collective, and those that do not are what it waits for. Stacks
-of the same place differ in details (which wake-up loop of the standard library, whose installation path), so frames are
-brought down to what matters first.
+When a job stands still, almost all ranks wait in the same collective, and those that do not are the ones it waits for.
+Stacks of the same place differ in details (which wake-up loop of the standard library, whose installation path), so
+frames are first reduced to the essential ones.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
     ("torch/_dynamo/", "", "compiling", False),
     ("torch/_inductor/", "", "compiling", False),
 )
-"""Part of a path, a function ('': any), what people call it ('': the function itself), and whether it waits for others."""
+"""Part of a path, a function ('': any), its description for people ('': the function's name), and whether a worker
+waits for others there."""
 
 
 LINES = 12
-"""Groups that are told one by one: of more the smaller ones are in the files of the stacks."""
+"""Groups that are listed one by one; if there are more, the smaller ones are only in the files of the stacks."""
 FRAMES = 6
 
 
@@ -56,23 +57,23 @@ class Frame:
     file: str
     name: str
     line: int = 0
-    """Of the script's own code only, where one function may hold several collectives; elsewhere 0."""
+    """Only for the script's own code, where one function may contain several collectives; elsewhere 0."""
 
 
 @dataclass(frozen=True)
 class StackGroup:
-    """Workers that stand at the same place."""
+    """Workers whose stacks are at the same place."""
 
     location: str
     workers: tuple[str, ...]
     waits: bool
-    """It is a place where a worker waits for others."""
+    """Whether workers wait for others at this place."""
     frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True)
 class Odd:
-    """The workers that are not where most are, and why they are the ones. None: nobody can be told from the others."""
+    """The workers that the others wait for, and the reason. None in its place: no worker can be singled out."""
 
     workers: tuple[str, ...]
     reason: str
@@ -106,8 +107,8 @@ def cluster(stacks: Mapping[str, str]) -> list[StackGroup]:
     by_frames: dict[tuple[Frame, ...], list[str]] = {}
     known: dict[str, tuple[Frame, ...]] = {}
     for worker, stack in stacks.items():
-        # A rank whose stack nobody could take may be anywhere; it belongs to no group and is never the odd
-        # one by this alone.
+        # A rank without a stack may be anywhere; it belongs to no group, and is never the odd one for this
+        # alone.
         if not stack:
             continue
         frames = known.get(stack)
@@ -120,15 +121,16 @@ def cluster(stacks: Mapping[str, str]) -> list[StackGroup]:
     for frames, workers in by_frames.items():
         location, waits = _locate(frames)
         groups.append(StackGroup(location, tuple(workers), waits, frames))
-    # Ties are broken by names, so that the same stacks give the same words on every run.
+    # Ties are broken by names, so that the same stacks always give the same text.
     return sorted(groups, key=lambda g: (-len(g.workers), g.location, g.workers))
 
 
 def odd_ones(groups: list[StackGroup]) -> Odd | None:
-    """Whom the others wait for, by their stacks alone.
+    """Finds the workers that the others wait for, from their stacks alone.
 
-    Where some wait in a collective and fewer do not, it is those. Where all wait, or none does, it is those that are
-    elsewhere, if more than half are at one place. Who waits is not to blame for those who do not. Of two workers only one that waits for nobody can be told from the other.
+    If some workers wait in a collective and fewer do not, it is those that do not. If all wait, or none does, it is the
+    workers that are elsewhere, provided that more than half are at one place. A waiting worker is never suspected while
+    the majority does not wait. Of two workers, only one that does not wait can be singled out.
     """
     total = sum(len(g.workers) for g in groups)
     busy = [g for g in groups if not g.waits]
@@ -138,8 +140,8 @@ def odd_ones(groups: list[StackGroup]) -> Odd | None:
     if busy and 0 < count < total and (2 * count < total or (total == 2 and count == 1)):
         return Odd(_workers(busy), f"the others wait for it: {_names(busy)}")
     most = len(groups[0].workers) if groups else 0
-    # If most do not wait for anybody, those that wait are left out: who waits is not to blame for who does
-    # not.
+    # If the largest group does not wait for others, groups that do wait are left out: a waiting worker is not
+    # the cause of what the others do.
     others = [g for g in groups[1:] if groups[0].waits or not g.waits]
     # A majority is needed to say what is usual. With two workers there is none.
     if total >= 3 and others and 2 * most > total:
@@ -152,20 +154,20 @@ def describe(groups: Iterable[StackGroup], ranks: Mapping[str, int]) -> str:
     parts = []
     for number, group in enumerate(groups):
         count = len(group.workers)
-        word = f"{count} rank{'s' if count > 1 else ''}" if not number else str(count)
+        counted = f"{count} rank{'s' if count > 1 else ''}" if not number else str(count)
         known = sorted(ranks[w] for w in group.workers if w in ranks)
         shown = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
         who = f" (rank{'s' if len(known) > 1 else ''} {shown})" if known and (number or count == 1) else ""
-        parts.append(f"{word} in {group.location}{who}")
+        parts.append(f"{counted} in {group.location}{who}")
     return ", ".join(parts)
 
 
 def lines(groups: Iterable[StackGroup], ranks: Mapping[str, int]) -> list[str]:
     """Each group with its innermost frames: `ranks 0-2 wait in a reduction: wait (holdfast/train/generation_group.py) < ...`."""
-    told = []
+    made = []
     for group in list(groups)[:LINES]:
         known = sorted(ranks[w] for w in group.workers if w in ranks)
-        # A worker without a rank is none of the members, and is named.
+        # A worker without a rank is not a member of the generation, and is named instead.
         who = f"{'rank' if len(known) == 1 else 'ranks'} {units.ranks(known)}" if known else group.workers[0]
         does = (
             ("waits in" if len(known) < 2 else "wait in")
@@ -173,8 +175,8 @@ def lines(groups: Iterable[StackGroup], ranks: Mapping[str, int]) -> list[str]:
             else ("is in" if len(known) < 2 else "are in")
         )
         frames = " < ".join(_place(frame) for frame in group.frames[:FRAMES])
-        told.append(f"{who} {does} {group.location}: {frames}")
-    return told
+        made.append(f"{who} {does} {group.location}: {frames}")
+    return made
 
 
 def _place(frame: Frame) -> str:
@@ -184,18 +186,18 @@ def _place(frame: Frame) -> str:
 
 
 def _locate(frames: tuple[Frame, ...]) -> tuple[str, bool]:
-    """What people call the innermost place that says something, and whether one waits for others there."""
+    """A description for people of the innermost known place, and whether workers wait for others there."""
     for frame in frames:
-        for part, name, words, waits in _LOCATIONS:
+        for part, name, description, waits in _LOCATIONS:
             if part in frame.file and name in ("", frame.name):
-                return words or frame.name, waits
+                return description or frame.name, waits
         if frame.line:
             return f"{frame.name} ({frame.file}:{frame.line})", False
     return (frames[0].name if frames else "no Python frame"), False
 
 
 def _short(path: str) -> str:
-    """What is the same on all nodes: below the packages, else the last two parts."""
+    """The part of a path that is the same on all nodes: below the packages, else the last two components."""
     inside = re.search(r"/(?:site|dist)-packages/(.*)", path) or re.search(r"/(holdfast/.*)", path)
     return inside[1] if inside else "/".join(path.rsplit("/", 2)[-2:])
 

@@ -1,12 +1,13 @@
-"""Who is slower than its peers: a sequential test on what each worker needs by itself. Pure.
+"""Finds workers that are slower than their peers, by a sequential test on each worker's own computing time. Pure.
 
-In a job whose workers wait for each other everyone's step takes as long as the slowest one's, so what is compared is the
-time that a worker computes, block of steps by block of steps, as the logarithm of its ratio to the median of its peers in
-the same steps: what slows all of them at once cancels. A worker is slow when the sum of the log-likelihood ratios of
-"10% slower" against "as fast as the others" crosses a threshold (Page's CUSUM, Biometrika 41, 1954; Lorden's bound: one
-false alarm in exp(threshold) looks). The scale of the noise is estimated from the differences between blocks a little
-apart, of which a lasting slowdown touches few, by a median, which spikes do not touch; and no block counts for more than a
-sixth of what is needed, so that neither a heavy tail nor a short busy time decides.
+In a job whose workers wait for each other, every worker's step takes as long as the slowest one's. So what is compared
+is the time that a worker computes, block of steps by block of steps, as the logarithm of its ratio to the median of its
+peers in the same steps: anything that slows all of them at once cancels out. A worker is slow when the sum of the
+log-likelihood ratios of "10% slower" against "as fast as the others" crosses a threshold (Page's CUSUM, Biometrika 41,
+1954; Lorden's bound: one false alarm in exp(threshold) looks). The scale of the noise is estimated from the differences
+between blocks a little apart, few of which a lasting slowdown affects, by a median, which spikes do not affect. No
+block counts for more than a sixth of the evidence that is needed, so that neither a heavy tail nor a short busy time
+decides.
 """
 
 from __future__ import annotations
@@ -18,49 +19,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SLOWER = 1.1
-"""What is to be found: a worker that computes so many times as long as its peers."""
+"""The slowdown that the test is designed to find: a worker's time as a multiple of its peers'."""
 
 FALSE_PER_LOOK = 1e-6
-"""False alarms that are allowed for each block, over all workers together: 1 in 10,000 windows of 50 steps would be
-1e-5, and noise is never quite what the bound assumes."""
+"""Allowed false alarms per block, over all workers together: 1 in 10,000 windows of 50 steps would be 1e-5, and noise
+is never quite what the bound assumes."""
 
 ENOUGH = 0.7
-"""A worker is not called slow unless its median ratio has come so far towards SLOWER."""
+"""A worker is not called slow unless its median ratio has reached this share of the way to SLOWER."""
 
 NOISE_BLOCKS = 24
-"""Over so many blocks the noise is estimated."""
+"""Number of blocks from which the noise is estimated."""
 KNOWN_AFTER = 6
-"""Before so many, it is taken to be at least `UNKNOWN_NOISE`."""
+"""Until that many blocks are known, the noise is taken to be at least `UNKNOWN_NOISE`."""
 UNKNOWN_NOISE = 0.05
 LEAST_NOISE = 0.01
 SHOWN_BLOCKS = 12
-"""The ratio that is told is the median over so many."""
+"""The reported ratio is the median over this many blocks."""
 OWN_AFTER = 3 * 4
-"""A worker's own noise counts, if it is the larger one, when so many differences are known: more than twice as many as a
-slowdown touches."""
+"""Number of differences from which on a worker's own noise counts, if it is the larger one: more than twice as many as
+a slowdown affects."""
 PAIR = 4
-"""So many times the evidence is asked for of two workers: the noise of one alone is enough to make them differ."""
+"""With only two workers this multiple of the evidence is needed: the noise of one alone is enough to make them differ."""
 LAG = 4
-"""Noise may have a memory; blocks that are so far apart differ by all of it."""
+"""Noise may be correlated in time; blocks this far apart differ by all of it."""
 SHARE = 1 / 6
-"""Of the evidence that is needed, no block counts for more."""
+"""The largest share of the needed evidence that a single block may contribute."""
 
 
 @dataclass(kw_only=True)
 class _Track:
-    """One worker's course."""
+    """The history of one worker."""
 
     score: float = 0.0
-    """Of the test, in nats."""
+    """The score of the test, in nats."""
     since: int = 0
-    """The first step of the rise that the score is in."""
+    """The first step of the present rise of the score."""
     rising: int = 0
-    """Blocks of this rise so far."""
+    """Number of blocks of this rise so far."""
     slow: bool = False
     jumps: deque[float] = field(default_factory=lambda: deque(maxlen=NOISE_BLOCKS))
     """Differences between blocks that are LAG apart."""
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
-    """Logarithms of its ratio to its peers."""
+    """Logarithms of the ratios of its time to its peers'."""
     firsts: deque[int] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
     """The first step of each of these blocks."""
 
@@ -72,15 +73,15 @@ class StragglerChange:
     worker: str
     slow: bool
     ratio: float
-    """Its time over its peers'."""
+    """Its time as a multiple of its peers'."""
     since: int
-    """The first step of it."""
+    """The first step of the slowdown."""
     compared: int
-    """With so many others."""
+    """Number of other workers that it was compared with."""
 
 
 class Stragglers:
-    """The test, for workers that compute the same. Time and memory grow with their number only."""
+    """The test, for workers that do equal work. Its time and memory are linear in their number."""
 
     def __init__(self, slower: float = SLOWER, false_per_look: float = FALSE_PER_LOOK) -> None:
         self._shift = math.log(slower)
@@ -89,18 +90,20 @@ class Stragglers:
         self._jumps: deque[float] = deque(maxlen=NOISE_BLOCKS)
 
     def ratio(self, worker: str) -> float | None:
-        """The worker's time over its peers', lately; None if it was never compared."""
+        """The worker's recent time as a multiple of its peers'; None if it was never compared."""
         track = self._tracks.get(worker)
         return math.exp(statistics.median(track.ratios)) if track and track.ratios else None
 
     def keep(self, workers: Mapping[str, object]) -> None:
-        """Forgets all others."""
+        """Forgets all other workers."""
         self._tracks = {name: track for name, track in self._tracks.items() if name in workers}
 
     def look(self, step: int, own_s: Mapping[str, float]) -> list[StragglerChange]:
-        """One block of steps, the first of which is `step`: what each worker needed by itself, in seconds per step.
+        """Takes one block of steps that begins with `step`. own_s: each worker's own computing time, in seconds per
+        step.
 
-        Two workers have only each other: which is slower can be seen, and more evidence is asked for.
+        Two workers can only be compared with each other: it is visible which one is slower, but more evidence is
+        needed.
         """
         # Logarithms make a ratio a difference, twice as slow as far from zero as twice as fast, and the noise
         # of a block independent of how long its steps are.
@@ -145,7 +148,7 @@ class Stragglers:
         # Below half of the shift the likelihood ratio is negative and the score would stay at zero: nothing
         # to compute. It makes the cost of a job of thousands nearly that of its medians.
         if track.score <= 0.0 and value <= self._shift / 2:
-            return None  # so it is for almost all, almost always
+            return None  # the case for almost all workers, almost always
         noise = max(common, _noise(track.jumps)) if len(track.jumps) >= OWN_AFTER else common
         # The log-likelihood ratio of two Gaussians of equal scale, one at the shift and one at zero.
         gain = self._shift / noise**2 * (value - self._shift / 2)

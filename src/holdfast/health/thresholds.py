@@ -1,4 +1,4 @@
-"""Conditions over readings: levels, changes, counters that rise, and readings that cannot be had."""
+"""Conditions over readings: levels, changes, counters that rise, and readings that cannot be read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 SAMPLES = 64
-"""Kept of one reading for one rule's window; a new one within a 64th of the window takes the last one's place."""
+"""Samples kept of one reading for one rule's window; a new one within a 64th of the window replaces the last one."""
 KEYS_KEPT = 8192
 ANY = "*"
 REMIND_S = 600.0
-"""What is still unknown after this long is told again: the core asks a person then."""
+"""A reading that is still unknown after this long is reported again, and the core asks a person then."""
 
 
 class Series:
-    """What one rule remembers of one reading."""
+    """The state that one rule keeps about one reading."""
 
     __slots__ = ("left", "reported", "reported_s", "samples", "since_s", "times")
 
@@ -48,7 +48,7 @@ class Thresholds:
         self._compared: set[str] = set()
 
     def set_rules(self, rules: Iterable[Rule]) -> None:
-        """Other rules from now on."""
+        """Replaces the rules."""
         self._by_name, self._unknown, self._compared = {}, {}, set()
         for rule in rules:
             if rule.unknown:
@@ -58,7 +58,8 @@ class Thresholds:
                 self._compared |= {rule.below_reading, rule.above_reading} - {""}
 
     def judge(self, reading: Reading, now_s: float) -> Iterator[tuple[Rule, Condition, str, int]]:
-        """Rules whose condition became true or is over, with words for it and how often it became true."""
+        """Yields each rule whose condition became true or is over, with its condition, a message, and how often it
+        became true."""
         yield from self._judge_unknown(reading, now_s)
         # An unknown value changes no rule's state: it neither confirms a fault nor ends one. The `unknown`
         # rules above have judged it already.
@@ -72,18 +73,18 @@ class Thresholds:
             yield from _turn(rule, series, true, now_s, describe(rule, reading))
 
     def _judge_unknown(self, reading: Reading, now_s: float) -> Iterator[tuple[Rule, Condition, str, int]]:
-        """One finding for a source whose readings cannot be had, whichever of them; they end with its next value."""
-        # A rule for this very source replaces the general one; both together would report the same silence
+        """One finding for a source that cannot be read, whichever of its readings failed; the next value ends it."""
+        # A rule for this very source replaces the general one; both together would report the same failure
         # twice.
         for rule in self._unknown.get(reading.source, self._unknown.get(ANY, [])):
             series = self._of(rule.id, reading.source)
-            # Almost every reading of every source ends here, so the words are not made before this.
+            # Almost every reading of every source ends here, so the message is not built before this.
             if reading.value is not None and series.since_s is None and not series.reported:
                 continue
-            words = f"{reading.source}: {reading.name} cannot be read: {reading.why or 'no answer'}"
+            message = f"{reading.source}: {reading.name} cannot be read: {reading.why or 'no answer'}"
             if reading.value is not None:
-                words = f"{reading.source} can be read again"
-            yield from _turn(rule, series, reading.value is None, now_s, words)
+                message = f"{reading.source} can be read again"
+            yield from _turn(rule, series, reading.value is None, now_s, message)
 
     def _of(self, id: str, subject: str) -> Series:
         key = (id, subject)
@@ -104,7 +105,7 @@ class Thresholds:
         if rule.equals is not None or rule.differs is not None:
             # Before the check for text: states such as `DOWN` are judged by equality and nothing else.
             return value == rule.equals if rule.equals is not None else value != rule.differs
-        # A number was expected and the source gave a word. It is not judged; a comparison would raise in the
+        # A number was expected and the source gave text. It is not judged; a comparison would raise in the
         # agent's loop.
         if isinstance(value, str):
             return False
@@ -124,7 +125,8 @@ class Thresholds:
 
 
 def _changed(rule: Rule, series: Series, value: float, now_s: float) -> bool:
-    """The value rose or fell by so much within the window. A counter that was reset begins again."""
+    """Whether the value rose or fell by the rule's amount within its window. After a reset of a counter the window
+    begins again."""
     samples = series.samples
     falling = rule.falls is not None
     # Counters go back when a driver is reloaded, a device is reset, or a 32-bit counter wraps. The difference
@@ -154,9 +156,10 @@ def _changed(rule: Rule, series: Series, value: float, now_s: float) -> bool:
 
 
 def _turn(
-    rule: Rule, series: Series, true: bool, now_s: float, words: str
+    rule: Rule, series: Series, true: bool, now_s: float, message: str
 ) -> Iterator[tuple[Rule, Condition, str, int]]:
-    """Whether the condition has been true for long or often enough, and whether that is news."""
+    """Yields a report if the condition has been true for long or often enough and that was not reported yet, or if it
+    is over."""
     if rule.share:
         true = _share(rule, series, true, now_s)
     if true and series.since_s is None:
@@ -177,23 +180,23 @@ def _turn(
         often = len(series.times) >= rule.count
         if often and not series.reported:
             series.reported = True
-            yield rule, Condition.FAULTY, words, len(series.times)
+            yield rule, Condition.FAULTY, message, len(series.times)
         elif not often:
             series.reported = False
         return
-    # Reported once until it is over. Only what stays unknown is repeated: the core first waits for it to come
-    # back, and asks a person after the second report.
+    # Reported once until it is over. Only a reading that stays unknown is repeated: the core first waits for
+    # it to come back, and asks a person after the second report.
     if true and (not series.reported or (rule.unknown and now_s - series.reported_s >= REMIND_S)):
         series.reported, series.reported_s = True, now_s
-        yield rule, Condition.FAULTY, words, 1
+        yield rule, Condition.FAULTY, message, 1
     elif not true and series.reported:
         series.reported = False
-        if not rule.changes:  # a counter that stands still has healed nothing
-            yield rule, Condition.HEALTHY, words, 1
+        if not rule.changes:  # a counter that stays the same does not mean that the fault is gone
+            yield rule, Condition.HEALTHY, message, 1
 
 
 def _share(rule: Rule, series: Series, true: bool, now_s: float) -> bool:
-    """True for the rule's share of its window, which must have passed once."""
+    """Whether the condition was true for the rule's share of its window, after a whole window has passed."""
     samples = series.samples
     # The share is taken over evenly spaced samples, so that a source which is also woken by events does not
     # weigh moments of many events more.
@@ -201,14 +204,14 @@ def _share(rule: Rule, series: Series, true: bool, now_s: float) -> bool:
         samples.append((now_s, float(true)))
     while len(samples) > 1 and samples[1][0] <= now_s - rule.window:
         samples.popleft()
-    # A share of a window that has not passed yet is no share: a new node would be faulty after its first bad
+    # Before a whole window has passed its share is unknown: a new node would be faulty after its first bad
     # sample.
     whole = samples[0][0] <= now_s - rule.window
     return whole and sum(v for _, v in samples) >= rule.share * len(samples)
 
 
 def describe(rule: Rule, reading: Reading) -> str:
-    """A reading and what is wrong about it, in words."""
+    """A message with the reading and the limit that it violates."""
     value = f"{reading.value:g}" if isinstance(reading.value, int | float) else repr(reading.value)
     limits = {
         "above": rule.above,

@@ -1,4 +1,4 @@
-"""Xids as the driver's library reports them: where the kernel's log cannot be read, this is how they are heard of."""
+"""Xids from the events of the driver's library, for machines on which the kernel's log cannot be read."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from holdfast.health.gpu import Gpu
 from holdfast.health.samples import LogLine
 
 WAIT_MS = 2000
-"""How long a closed one may still wait."""
+"""How long the thread may still wait after the source was closed, in milliseconds."""
 AFTER_ERROR_S = 5.0
 HANGS_S = 8.0
-"""A wait that takes longer hangs in the driver; it takes `WAIT_MS`, and after an error `AFTER_ERROR_S` more."""
+"""A wait that takes longer than this hangs in the driver. Normally it takes `WAIT_MS`, and after an error
+`AFTER_ERROR_S` more."""
 LINES_KEPT = 1024
 
 
 class XidEvents:
     """Waits for events on a thread of its own; `fileno` is readable when there are lines.
 
-    The lines look as in the kernel's log and say that they come from there: rules for Xids judge both alike, and an Xid
-    that is heard of twice is one.
+    The lines look as in the kernel's log and claim to come from there: rules for Xids judge both alike, and an Xid that
+    is reported by both counts once.
     """
 
     def __init__(self, library: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml = library
-        # Bounded: while the agent's loop does not read, a GPU that fails may report an Xid for every fault of
-        # every context. The oldest go first; the newest tell the same story.
+        # Bounded: while the agent's loop does not read, a failing GPU may report an Xid for every fault of
+        # every context. The oldest are dropped first; the newest say the same.
         self._lines: deque[LogLine] = deque(maxlen=LINES_KEPT)
         self._clock = clock
         self._thread: threading.Thread | None = None
-        self._heard_s = 0.0
+        self._last_seen_s = 0.0
         self._none_come = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -44,27 +45,27 @@ class XidEvents:
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """-1 when it is closed."""
+        """The descriptor that signals lines; -1 when it is closed."""
         return self._signal
 
     def start(self, gpus: Sequence[Gpu]) -> None:
-        """Follows these from now on."""
+        """Starts to watch these GPUs."""
         if gpus:
             # A daemon: nvmlEventSetWait may hang in the driver as every call may, and then nothing but the
             # process's end frees it.
-            self._heard_s = self._clock()
+            self._last_seen_s = self._clock()
             self._thread = threading.Thread(
                 target=self._run, args=(list(gpus),), name="nvml-events", daemon=True
             )
             self._thread.start()
 
     def trouble(self) -> str:
-        """Why no Xid comes any more; empty: the thread waits for some, or none ever come on this machine."""
+        """Why no more Xids arrive; empty: the thread waits for them, or this machine does not report any."""
         if self._thread is None or self._none_come or self._closed.is_set():
             return ""
         if not self._thread.is_alive():
             return "the thread that waits for Xids has ended"
-        waited_s = self._clock() - self._heard_s
+        waited_s = self._clock() - self._last_seen_s
         return (
             f"the driver has not answered the wait for Xids for {waited_s:.0f} s"
             if waited_s >= HANGS_S
@@ -72,7 +73,7 @@ class XidEvents:
         )
 
     def lines(self) -> Iterator[LogLine]:
-        """What came since the last call."""
+        """The lines since the last call."""
         try:
             # Reset before the lines are taken. The other order would lose the wake-up of a line that comes
             # between the two.
@@ -106,18 +107,18 @@ class XidEvents:
         for gpu in gpus:
             try:
                 nvml.nvmlDeviceRegisterEvents(gpu.handle, nvml.nvmlEventTypeXidCriticalError, events)
-                # An event names its GPU by a handle only, and a lost GPU no longer answers which one it is;
-                # so the addresses are remembered from before.
+                # An event identifies its GPU by a handle only, and a lost GPU can no longer be asked for its
+                # address; so the addresses are remembered from before.
                 addresses[_address(gpu.handle)] = gpu.pci
             except nvml.NVMLError:
                 continue
         self._none_come = not addresses
         while addresses and not self._closed.is_set():
-            self._heard_s = self._clock()
+            self._last_seen_s = self._clock()
             try:
                 event = nvml.nvmlEventSetWait_v2(events, WAIT_MS)
             except nvml.NVMLError as error:
-                # Timeouts are how the thread notices that it is to end.
+                # The timeouts are how the thread notices that it has to end.
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
                     self._closed.wait(AFTER_ERROR_S)  # a lost GPU makes every wait fail
                 continue
@@ -136,7 +137,7 @@ class XidEvents:
 
 
 def xid_line(pci: str, code: int) -> LogLine:
-    """As the kernel says it, without what only the kernel knows."""
+    """An Xid in the form of the kernel's line, without the details that only the kernel knows."""
     return LogLine("kmsg", f"NVRM: Xid (PCI:{pci}): {code}, reported by the driver's library")
 
 

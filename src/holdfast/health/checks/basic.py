@@ -1,6 +1,7 @@
-"""Basic checks: what a node needs before it joins. Together well below a second, so they cost no time beside its start.
+"""Basic checks of what a node needs before it joins. Together they take well below a second, so they do not delay its
+start.
 
-What they call faulty keeps the node out, so they only do so where nothing could run.
+A faulty result keeps the node out of the job, so these checks report a fault only if nothing could run on the node.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ Inventory = Callable[[], list[str]]
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What is asked of the node."""
+    """What the job needs of the node."""
 
     host: str
     slots: int
-    """Workers that it runs."""
+    """Number of workers on the node."""
     folder: Path
     """The job's folder."""
     memory: Path
-    """The folder of its snapshot memory."""
+    """The folder for its in-memory snapshots."""
 
 
 def run_basic(needs: Needs) -> tuple[CheckResult, ...]:
-    """All of them, in order. Blocks; never raises."""
+    """Runs all basic checks, in order. Blocks; never raises."""
     checks: dict[str, Callable[[Task], Iterator[CheckResult]]] = {
         "memory": lambda _: check_memory(),
         "shm": lambda _: check_shm(needs.memory),
@@ -67,7 +68,7 @@ def run_basic(needs: Needs) -> tuple[CheckResult, ...]:
 
 
 def check_memory() -> Iterator[CheckResult]:
-    """Memory that new processes can have."""
+    """Memory available to new processes."""
     free = available_bytes()
     if free is None:
         raise CannotCheck("/proc/meminfo cannot be read")
@@ -75,15 +76,15 @@ def check_memory() -> Iterator[CheckResult]:
 
 
 def check_shm(memory: Path) -> Iterator[CheckResult]:
-    """Room where snapshots and shared tensors are kept."""
+    """Free space where snapshots and shared tensors are kept."""
     # The folder itself is made later, by the first snapshot; its file system is known from the nearest folder
     # that exists.
     there = next(p for p in (memory, *memory.absolute().parents) if p.is_dir())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         yield CheckResult(name="shm", condition=Condition.FAULTY, detail=f"{there} is read-only")
         return
-    # Unknown, not faulty: it is another user's folder, or HOLDFAST_MEMORY names one, and another node would have the same
-    # setting and the same user.
+    # Unknown, not faulty: the folder is another user's, or HOLDFAST_MEMORY names one that cannot be used.
+    # Another node would have the same setting and the same user.
     if not os.access(there, os.W_OK):
         raise CannotCheck(
             f"{there} cannot be written by this user; set HOLDFAST_MEMORY to a folder that can be written"
@@ -92,7 +93,7 @@ def check_shm(memory: Path) -> Iterator[CheckResult]:
 
 
 def check_disk(folder: Path) -> Iterator[CheckResult]:
-    """The job's folder takes a file, gives it back as it was, and has room."""
+    """Checks that a file in the job's folder can be written and read back unchanged, and that there is free space."""
     probe = folder / f".check-{secrets.token_hex(8)}"
     content = secrets.token_bytes(4096)
     try:
@@ -124,7 +125,7 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
 
 
 def check_files(slots: int) -> Iterator[CheckResult]:
-    """How many files a process may have open: every worker connects to every other one."""
+    """The limit on open files of a process: every worker connects to every other one."""
     # The soft limit, because workers inherit it as it is.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = FILES_FLOOR + 8 * slots
@@ -135,8 +136,8 @@ def check_files(slots: int) -> Iterator[CheckResult]:
 
 
 def check_clock(folder: Path) -> Iterator[CheckResult]:
-    """This machine's clock against that of the job folder's file system, which is the coordinator's or a server's.
-    Which of the two is off cannot be told, so it is never a fault of the node."""
+    """Compares this machine's clock with that of the job folder's file system, which is the coordinator's or a file
+    server's. Nothing tells which of the two is wrong, so a difference is never a fault of the node."""
     probe = folder / f".clock-{secrets.token_hex(8)}"
     try:
         before_s = time.time()
@@ -163,10 +164,10 @@ def check_clock(folder: Path) -> Iterator[CheckResult]:
 
 
 def check_port(host: str) -> Iterator[CheckResult]:
-    """A port can be bound on the address that others use, and be reached there."""
+    """Checks that a port can be bound on the address that other nodes use, and that a connection to it succeeds."""
     try:
-        # Connected to as well as bound: a firewall on the loopback path or a wrong address lets the bind
-        # succeed and nobody through.
+        # Connected to as well as bound: with a firewall on the loopback path or a wrong address, the bind
+        # succeeds but no connection does.
         with listening(host) as server:
             port = server.getsockname()[1]
             with socket.create_connection((host, port), timeout=2):
@@ -181,7 +182,7 @@ def check_port(host: str) -> Iterator[CheckResult]:
 
 
 def check_cpus(slots: int) -> Iterator[CheckResult]:
-    """Cores for the workers. Fewer than workers are slow, not faulty."""
+    """Processor cores for the workers. With fewer cores than workers the node is slow, but not faulty."""
     cores = len(os.sched_getaffinity(0))
     detail = f"{slots} workers share them" if cores < slots else ""
     yield CheckResult(
@@ -190,8 +191,8 @@ def check_cpus(slots: int) -> Iterator[CheckResult]:
 
 
 def check_gpus(dev: Path = Path("/dev"), inventory: Inventory | None = None) -> Iterator[CheckResult]:
-    """Every GPU that has a device file answers to NVML. A machine without one has no result."""
-    # Files are there for every GPU that the driver found at its start; NVML no longer counts one that fell
+    """Checks that every GPU that has a device file is listed by NVML. Gives no result on a machine without GPUs."""
+    # The driver creates a file for every GPU that it finds when it loads; NVML no longer lists one that fell
     # off the bus.
     files = sorted(p.name for p in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name))
     if not files:
@@ -201,7 +202,7 @@ def check_gpus(dev: Path = Path("/dev"), inventory: Inventory | None = None) -> 
 
 
 def nvml_uuids() -> list[str]:
-    """UUIDs of the GPUs that NVML has. Raises CannotCheck without the library or driver."""
+    """UUIDs of the GPUs that NVML lists. Raises CannotCheck without the library or the driver."""
     try:
         pynvml = importlib.import_module("pynvml")  # has no types
     except ImportError:
@@ -220,10 +221,11 @@ def nvml_uuids() -> list[str]:
 
 
 def in_time(function: Inventory, patience_s: float, what: str) -> list[str]:
-    """What the function returns. A driver that hangs holds a thread that nobody waits for at the end.
+    """Returns what the function returns. If a driver hangs, the thread of the call is abandoned and not waited for at
+    exit.
 
     Raises:
-        CannotCheck: it takes too long.
+        CannotCheck: it takes longer than `patience_s`.
     """
     answer: list[list[str]] = []
     trouble: list[Exception] = []
@@ -272,4 +274,4 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        return  # said already by who could not write it
+        return  # already reported by the check that could not write it

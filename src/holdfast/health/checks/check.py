@@ -1,4 +1,4 @@
-"""What a check is: a function that yields results; and how one is run so that it never ends anything but itself."""
+"""Defines a check, a function that yields results, and runs one so that its failure ends nothing but itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.messages import Peer
 
 SECONDS = 2.0
-"""About how long a check that takes measurements goes on, unless it is told otherwise."""
+"""Default for the approximate duration of a check that takes measurements, in seconds."""
 
 
 class CannotCheck(Exception):
-    """The check cannot be made here: a tool, a permission or memory is missing. Neither healthy nor faulty."""
+    """The check cannot be made here, because a tool, a permission or memory is missing. Its result is unknown, neither
+    healthy nor faulty."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,15 +29,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = "."
     """A folder that the checks may write into."""
     seconds: float = SECONDS
-    """About how long a measurement goes on."""
+    """Approximate duration of a measurement."""
     only: tuple[str, ...] = ()
-    """Names of checks; empty: all that concern the node alone."""
+    """Names of the checks to run; empty: all checks that concern this node alone."""
     peers: tuple[Peer, ...] = ()
     """The other nodes of a check between nodes, as in RunChecks."""
     port: int = 0
     """The port to listen on, as in RunChecks; 0: this end connects."""
     token: str = ""
-    """Proves to a peer that the other end is of the same job."""
+    """The job's token, with which the two ends of a check between nodes prove to each other that they belong to the
+    same job."""
 
     @property
     def path(self) -> Path:
@@ -45,12 +47,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a running suite reports. Neither field: it waits for its turn."""
+    """Progress of a running suite. With neither field set, the suite waits for its turn."""
 
     running: str = ""
-    """A check that begins."""
+    """The check that begins."""
     result: CheckResult | None = None
-    """A result."""
+    """A result of the check under way."""
 
 
 Check = Callable[[Task], Iterable[CheckResult]]
@@ -58,13 +60,14 @@ Check = Callable[[Task], Iterable[CheckResult]]
 
 
 def attempt(name: str, check: Check, task: Task) -> list[CheckResult]:
-    """Runs a check. Whatever goes wrong in it says nothing about the node: the result is unknown then."""
+    """Runs a check. An error in the check says nothing about the node, so its result is unknown then."""
     began_s = time.monotonic()
     results: list[CheckResult] = []
     try:
         for result in check(task):
             took_s = round(time.monotonic() - began_s, 4)
-            # Generators yield as they go, so a check that fails half-way keeps the results that it had.
+            # A generator yields results as it goes, so a check that fails half-way keeps those that it
+            # already has.
             results.append(msgspec.structs.replace(result, took_s=result.took_s or took_s))
             began_s = time.monotonic()
     except CannotCheck as why:
@@ -75,15 +78,16 @@ def attempt(name: str, check: Check, task: Task) -> list[CheckResult]:
 
 
 def unknown(name: str, why: str, took_s: float = 0.0) -> CheckResult:
-    """The result of a check that could not be made."""
+    """The result for a check that could not be made."""
     return CheckResult(name=name, condition=Condition.UNKNOWN, detail=why, took_s=round(took_s, 4))
 
 
 def failed(results: Iterable[CheckResult]) -> list[CheckResult]:
-    """Those that say that something is faulty."""
+    """The results whose condition is faulty."""
     return [r for r in results if r.condition is Condition.FAULTY]
 
 
 def is_of(name: str, result: CheckResult) -> bool:
-    """Whether a result is one of the check `name`: it bears its name, or one that begins so (`disk`, `disk-write`)."""
+    """Whether a result belongs to the check `name`: it has this name, or one that begins with it (`disk`,
+    `disk-write`)."""
     return result.name == name or result.name.startswith(f"{name}-")

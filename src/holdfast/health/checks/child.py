@@ -1,4 +1,5 @@
-"""Deep checks in a child process: what crashes or hangs there ends neither the agent nor the command that asked."""
+"""Runs deep checks in a child process, so that a crash or a hang in one ends neither the agent nor the command that
+asked for it."""
 
 from __future__ import annotations
 
@@ -19,32 +20,34 @@ from holdfast.protocol.machine.processes import python_module
 from holdfast.protocol.wire.decoding import decode
 
 NICE = 10
-"""So that what trains on the same machine has the processor first."""
+"""Niceness of the child, so that jobs that train on the same machine have priority."""
 
 TURN_S = 900.0
-"""How long a node waits for others of the same machine to be checked."""
+"""How long a node waits for its turn while other nodes of the same machine are checked."""
 
 DAMAGE = (signal.SIGILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE)
-"""Signals by which a processor or memory that is broken ends a program that is not."""
+"""Signals by which a broken processor or broken memory ends a correct program."""
 
 LEAVE_S = 5.0
 EXIT_S = 60.0
-"""How long a child that has said all may take to end. It gives back much memory, at a low priority, beside what trains here."""
+"""How long a child that has sent all results may take to exit. It frees much memory, at a low priority, while others
+train on this machine."""
 _progress = msgspec.json.Decoder(CheckProgress)
 _PR_SET_PDEATHSIG = 1
 
 
 def limit_s(seconds: float) -> float:
-    """How long one check may take before it is given up."""
+    """How long one check may take before it is abandoned."""
     return 120.0 + 20 * seconds
 
 
 async def check_in_child(
     task: Task, tell: Callable[[CheckProgress], None] = lambda progress: None
 ) -> list[CheckResult]:
-    """Runs the checks of a task; `tell` hears of each that begins and of every result.
+    """Runs the checks of a task; `tell` is called for each check that begins and for every result.
 
-    A check that hangs, and those after it, are unknown. One that crashed by a fault of the machine's is faulty.
+    The result of a check that hangs, and of those after it, is unknown. A check that crashed through a fault of the
+    machine is faulty.
     """
     process = await asyncio.create_subprocess_exec(
         *python_module("holdfast.tools.checks"),
@@ -60,15 +63,15 @@ async def check_in_child(
         why = await _listen(process, task, results, tell)
     finally:
         await _end(process)
-    # What was asked for and gave nothing. After a normal end that means that there was nothing to look at;
-    # after any other end nobody knows.
+    # Checks that were asked for and gave no result. After a normal exit this means that there was nothing to
+    # check; after any other exit the result is unknown.
     left = [
         name
         for name in task.only or plugins.names(plugins.CHECKS)
         if not any(is_of(name, r) for r in results)
     ]
     if process.returncode == 0 and not why:
-        return results  # a check without a result has nothing to look at here
+        return results  # no result: there is nothing to check on this machine
     for name in left:
         result = _unfinished(name, why if name == left[0] else "", process.returncode, first=name == left[0])
         tell(CheckProgress(result=result))
@@ -82,7 +85,7 @@ async def _listen(
     results: list[CheckResult],
     tell: Callable[[CheckProgress], None],
 ) -> str:
-    """Takes what the child says until its end; why it is not waited for any longer, or ''."""
+    """Reads what the child reports until it exits. Returns why it is not waited for any longer, or ''."""
     assert process.stdin is not None
     assert process.stdout is not None
     # By stdin: the task has the job's token, and command lines can be read by every user of the machine.
@@ -114,11 +117,11 @@ def _loop_time(monotonic_s: float) -> float:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends the child, if it has not ended. One that waits for a broken device in the kernel is left behind."""
+    """Ends the child if it has not exited. One that waits in the kernel for a broken device is left behind."""
     try:
         if process.stdout is not None and process.stdout.at_eof():
-            # Without its exit code nobody knows whether it ended in order, and what it found nothing to look at would be
-            # unknown.
+            # Without its exit code it is unknown whether the child ended normally, and checks for which there
+            # was nothing to look at would be reported as unknown.
             async with asyncio.timeout(EXIT_S):
                 await process.wait()
             return

@@ -1,4 +1,4 @@
-"""Nodes judged by each other: pure. A device that is far behind others of its model is faulty, whatever its floor."""
+"""Compares nodes with each other: pure. A device far behind others of its model is faulty, even if it passes its floor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from holdfast.protocol.health import CheckResult, Condition
 
 LEAST_VALUES = 4
-"""Fewer have no median that one of them could be judged by."""
+"""With fewer devices of a model, there is no median against which one of them could be judged."""
 
 SIGMAS = 4.0
 _MAD_TO_SIGMA = 1.4826
@@ -25,22 +25,23 @@ TOLERANCES = {
     "pair": 0.5,
     "disk": 0.5,
     "rdma-ports": 0.0,
-    "rdma-rate": 0.0,  # of a link: it is what it is
+    "rdma-rate": 0.0,  # link speed: no tolerance
 }
-"""How much worse than the median a healthy device may be; by the longest beginning of the check's name."""
+"""How much worse than the median a healthy device may be, as a share of the median. The longest prefix of the check's
+name applies."""
 
 Results = Mapping[str, Sequence[CheckResult]]
 
 
 def tolerance(name: str) -> float | None:
-    """None: values of this check are not compared (free space says nothing about health)."""
+    """The tolerance for a check. None: its values are not compared (free space says nothing about health)."""
     fit = [key for key in TOLERANCES if name.startswith(key)]
     return TOLERANCES[max(fit, key=len)] if fit else None
 
 
 def against_fleet(by_node: Results) -> dict[str, list[CheckResult]]:
-    """The same results; healthy ones that are far worse than the median of their model, or that have other bits than
-    most of their model, are faulty."""
+    """Returns the same results, except that a healthy one becomes faulty if it is far worse than the median of its
+    model, or its digest differs from that of most devices of its model."""
     groups: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
     for results in by_node.values():
         for r in results:
@@ -56,7 +57,8 @@ def against_fleet(by_node: Results) -> dict[str, list[CheckResult]]:
 
 
 def summary(results: Results) -> dict[str, Condition]:
-    """Each node as a whole: faulty if anything is, else unknown if anything is. A bad way is not the node's fault."""
+    """The condition of each node as a whole: faulty if any result is, else unknown if any is. A bad link is not a fault
+    of the node."""
     order = (Condition.FAULTY, Condition.UNKNOWN)
     return {
         node: next(
@@ -86,19 +88,19 @@ def _judged(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult:
     # keeps a fleet that is uneven by nature from losing half.
     if not median or behind <= allowed * median or behind <= SIGMAS * spread:
         return result
-    word = "above" if result.lower else "below"
-    why = f"{behind / median:.0%} {word} the median of {len(values)} ({median:g} {result.unit})"
+    side = "above" if result.lower else "below"
+    why = f"{behind / median:.0%} {side} the median of {len(values)} ({median:g} {result.unit})"
     return _faulty(result, why)
 
 
 def _same_bits(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult:
-    """The majority is right; without one nobody can tell who is."""
+    """A device whose digest differs from the majority's is faulty. Without a majority all are unknown."""
     counts = Counter(r.digest for r in group if r.digest)
     common, most = counts.most_common(1)[0]
     total = counts.total()
     if len(counts) == 1 or (result.digest == common and most * 2 > total):
         return result
-    # Two that differ accuse each other, and three with a majority of two is the least that can tell.
+    # Two that differ contradict each other; three, with a majority of two, are the fewest that can tell.
     if most * 2 > total and total >= 3:
         return _faulty(result, f"its result differs from {most} of {total} devices of its model, which agree")
     detail = f"{len(counts)} different results among {total} devices of its model: no majority shows which is right"

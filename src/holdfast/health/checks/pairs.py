@@ -1,8 +1,8 @@
-"""Which nodes are measured with which, and what that says: pure.
+"""Decides which nodes are measured with which, and what the measurements mean: pure.
 
-Two rounds single out a bad node or a bad way. First everyone is measured with somebody; then each of a slow pair is
-measured again, with one of a fast pair. Who is slow both times is slow itself; who was slow only with that other one has
-a bad way to it.
+Two rounds single out a bad node or a bad link. In the first, every node is measured with another one. In the second,
+each node of a slow pair is measured again, with a node of a fast pair. A node that is slow both times is itself slow;
+one that was slow only in the first round has a bad link to its partner.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from holdfast.protocol.health import CheckResult, Condition
 Pair = tuple[str, str]
 
 SLOW_SHARE = 0.5
-"""Of the bandwidth that the fast quarter has, and twice its latency. (DLRover's check of the network takes the median,
-which one bad node among five spoils: the odd one out is in two pairs.)"""
+"""A pair is slow below this share of the bandwidth of the fastest quarter, or above twice that quarter's latency.
+(DLRover's check of the network takes the median, which one bad node among five spoils: the odd one out is in two
+pairs.)"""
 
 LATENCY_FLOOR_S = 50e-6
-"""Differences below are the scheduler's, not the network's."""
+"""Smaller differences in latency come from the scheduler, not from the network."""
 
 
 class Measured(msgspec.Struct, frozen=True):
     """What a pair of nodes measured."""
 
     bytes_per_s: float | None
-    """The slower direction. 0: they did not reach each other. None: it could not be tried."""
+    """In the slower direction. 0: the two nodes did not reach each other. None: it could not be tried."""
     latency_s: float = 0.0
-    """There and back; 0: not measured."""
+    """Round-trip time; 0: not measured."""
     why: str = ""
     """What went wrong."""
     damaged: bool = False
-    """Bytes came back changed."""
+    """Bytes arrived changed."""
 
 
 def measured_of(results: list[CheckResult], check: str = "pair") -> Measured:
-    """What the check `pair` (or `rdma-pair`) measured, out of its results."""
+    """The measurement of the check `pair` (or `rdma-pair`), taken from its results."""
     pair = next((r for r in results if r.name == check), None)
     if pair is None or pair.condition is Condition.UNKNOWN:
         return Measured(None, why=pair.detail if pair else "no answer")
     latency = next((r.value for r in results if r.name == f"{check}-latency"), None)
     damaged = pair.condition is Condition.FAULTY and bool(pair.value)
-    why = pair.detail if latency is None else ""  # else it says the latency
+    why = pair.detail if latency is None else ""  # otherwise the detail is the latency
     return Measured((pair.value or 0.0) * 1e9, latency or 0.0, why, damaged)
 
 
 def first_round(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Everyone with somebody. Pairs of one batch have no node in common, so they can be measured at once."""
+    """Pairs each node with another one. Pairs of one batch have no node in common, so they can be measured at once."""
     pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
     batches = [pairs] if pairs else []
     # In a batch of its own, because the first node is in another pair already and must not be measured twice
@@ -59,7 +60,7 @@ def first_round(nodes: Sequence[str]) -> list[list[Pair]]:
 
 
 def slow_pairs(first: Mapping[Pair, Measured]) -> list[Pair]:
-    """Those that are far behind the others, or did not reach each other."""
+    """The pairs that are far behind the others, or did not reach each other."""
     known = {p: m for p, m in first.items() if m.bytes_per_s is not None}
     rates = sorted(m.bytes_per_s for m in known.values() if m.bytes_per_s)
     if not rates:
@@ -77,13 +78,13 @@ def slow_pairs(first: Mapping[Pair, Measured]) -> list[Pair]:
 
 
 def second_round(first: Mapping[Pair, Measured]) -> list[list[Pair]]:
-    """Each of a slow pair with one that was fast. Nothing to do without either of them."""
+    """Pairs each node of a slow pair with one of a fast pair. Empty if there are no slow or no fast pairs."""
     slow = slow_pairs(first)
     suspects = list(dict.fromkeys(n for p in slow for n in p))
     fast = list(dict.fromkeys(n for p, m in first.items() if p not in slow and m.bytes_per_s for n in p))
-    # With an odd number of nodes the first is in two pairs. If one of them is fast, the other partner is to
-    # be asked.
-    cleared = [n for n in suspects if n in fast]  # with somebody else it was fast already
+    # With an odd number of nodes the first is in two pairs. If one of them is fast, only the other partner is
+    # suspect.
+    cleared = [n for n in suspects if n in fast]  # already fast with another node
     suspects = [n for n in suspects if n not in cleared]
     if not fast:
         return []
@@ -98,8 +99,8 @@ def second_round(first: Mapping[Pair, Measured]) -> list[list[Pair]]:
 def judge(
     first: Mapping[Pair, Measured], second: Mapping[Pair, Measured], over: str = ""
 ) -> dict[str, list[CheckResult]]:
-    """A result `pair` for every node, and `link` for those whose way to one other is bad. over: goes before both names,
-    `rdma-`."""
+    """A result `pair` for every node, and `link` for nodes with a bad link to one other node. over: a prefix of both
+    names, such as `rdma-`."""
     slow = slow_pairs(first)
     nodes = list(dict.fromkeys(n for p in first for n in p))
     best = _best(nodes, [*first.items(), *second.items()])
@@ -124,9 +125,9 @@ def judge(
         elif mine and node in again and again[node]:
             partners = ", ".join(_other(p, node) for p in mine)
             what = f"slow or unreachable with {partners}, and also with a fast partner"
-            told = dict.fromkeys(first[p].why for p in mine)
+            reasons = dict.fromkeys(first[p].why for p in mine)
             results[node] = [
-                _pair(over, Condition.FAULTY, best[node], "; ".join(filter(None, (what, *told))))
+                _pair(over, Condition.FAULTY, best[node], "; ".join(filter(None, (what, *reasons))))
             ]
         elif mine and node not in again:
             results[node] = [
@@ -135,8 +136,8 @@ def judge(
         else:
             results[node] = [_pair(over, Condition.HEALTHY, best[node], "")]
             for other in (_other(p, node) for p in mine):
-                # Both ends are fast with others, so it is the way between them: a link, reported once from
-                # each side and against no node.
+                # Both ends are fast with other nodes, so the link between them is bad. It is reported once
+                # from each side, and as a fault of neither node.
                 if again.get(other) is False:
                     measured = first.get((node, other)) or first[(other, node)]
                     results[node].append(_link(over, other, measured))
@@ -146,7 +147,7 @@ def judge(
 def _again(
     first: Mapping[Pair, Measured], second: Mapping[Pair, Measured], slow: Sequence[Pair]
 ) -> dict[str, bool]:
-    """Whether each suspect was slow again; those that were not measured again are not in it."""
+    """For each suspect that was measured again, whether it was slow again."""
     fine = {p: m for p, m in first.items() if p not in slow and m.bytes_per_s}
     again = {node: False for pair in fine for node in pair}
     for pair, measured in second.items():
@@ -156,7 +157,7 @@ def _again(
 
 
 def _best(nodes: Iterable[str], measured: Iterable[tuple[Pair, Measured]]) -> dict[str, Measured | None]:
-    """The fastest that each node was."""
+    """The best measurement of each node."""
     best: dict[str, Measured | None] = dict.fromkeys(nodes)
     for pair, m in measured:
         for node in pair:
@@ -171,12 +172,12 @@ def _best(nodes: Iterable[str], measured: Iterable[tuple[Pair, Measured]]) -> di
 def _pair(over: str, condition: Condition, measured: Measured | None, detail: str) -> CheckResult:
     if measured is None or not measured.bytes_per_s:
         return CheckResult(name=f"{over}pair", condition=condition, detail=detail)
-    told = f"{measured.latency_s * 1e6:.0f} µs there and back" if measured.latency_s else ""
+    latency = f"{measured.latency_s * 1e6:.0f} µs there and back" if measured.latency_s else ""
     value = round(measured.bytes_per_s / 1e9, 3)
     return CheckResult(
         name=f"{over}pair",
         condition=condition,
-        detail="; ".join(filter(None, (detail, told))),
+        detail="; ".join(filter(None, (detail, latency))),
         value=value,
         unit="GB/s",
     )

@@ -1,7 +1,7 @@
-"""Where nodes stand, out of what every pair of them measured: pure.
+"""Infers where nodes are in the network from what every pair of them measured: pure.
 
-Nobody can see a switch. What can be seen is that some nodes answer each other sooner, or send each other more, than they
-do with the others. Where that difference is clear they stand together, and within them the same is asked again.
+Switches cannot be seen. What can be seen is that some nodes answer each other sooner, or send each other more, than
+they do with the others. Where that difference is clear these nodes form one place, and the same is applied within it.
 """
 
 from __future__ import annotations
@@ -18,68 +18,71 @@ from holdfast.health.checks.pairs import LATENCY_FLOOR_S, Measured, Pair
 from holdfast.protocol.place import MOST_LEVELS, NodePlace, common
 
 LEAST_NODES, MOST_NODES = 3, 64
-"""Two nodes are one pair, which can be compared with none. The number of batches grows with that of the nodes."""
+"""Two nodes are a single pair, with nothing to compare it with. The number of batches grows with the number of nodes."""
 
 GAP = 2.0
-"""So many times the latency, or the bandwidth, makes two places of one: as a pair is slow for `pairs`. Figures that vary
-by 30% up and down differ by 1.3 / 0.7 = 1.86 at most, so they make none, however few they are."""
+"""The ratio of latencies, or of bandwidths, from which on two groups of nodes are two places; the same ratio by which a
+pair is slow for `pairs`. Figures that vary by 30% up and down differ by a factor of at most 1.3 / 0.7 = 1.86, so they
+never make a place, however few nodes there are."""
 
 TWICE_UP_TO = 8
-"""So few nodes are measured twice: every place of theirs rests on a handful of pairs, and two that something disturbed would
-make one."""
+"""Up to this many nodes, every pair is measured twice: each place then rests on a handful of pairs, and two disturbed
+measurements would create one."""
 
 Group = list[str]
 
 
 class Between(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured between the parts of a place; between its nodes, if it has no parts."""
+    """What was measured between the parts of a place, or between its nodes if it has no parts."""
 
     place: NodePlace
     """Empty: all nodes together."""
     nodes: tuple[str, ...]
     """All nodes of it."""
     pairs: int
-    """Whose innermost common place it is, and that were measured."""
+    """Number of measured pairs whose innermost common place is this one."""
     latency_s: float | None
-    """There and back, the median; None: not measured."""
+    """Median round-trip time; None: not measured."""
     bytes_per_s: float | None
-    """The slower direction, the median; None: not measured."""
+    """Median bandwidth in the slower direction; None: not measured."""
 
 
 def tournament(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Everyone with everyone, once. No node is in two pairs of one batch, so a batch is measured at once.
+    """Pairs every node with every other one, once, in batches. No node is in two pairs of one batch, so a batch is
+    measured at once.
 
-    An even number N of nodes takes N - 1 batches, an odd one N: that is as few as there can be.
+    An even number N of nodes takes N - 1 batches, an odd one N, which is the fewest possible.
     """
-    # The circle of chess tournaments: the first seat stays, the others move on by one. Who sits opposite the empty seat
-    # of an odd number rests.
-    seats: list[str | None] = [*nodes, None] if len(nodes) % 2 else [*nodes]
-    half = len(seats) // 2
+    # The circle method of round-robin tournaments: the first entry stays, the others move on by one. With an
+    # odd number of nodes, the node opposite the empty entry rests.
+    circle: list[str | None] = [*nodes, None] if len(nodes) % 2 else [*nodes]
+    half = len(circle) // 2
     batches: list[list[Pair]] = []
-    for _ in range(len(seats) - 1):
-        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
         batches.append([(a, b) for a, b in facing if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return [batch for batch in batches if batch]
 
 
 def turns(nodes: Sequence[str]) -> int:
-    """How often the tournament is played."""
+    """How often each pair is measured."""
     return 2 if len(nodes) <= TWICE_UP_TO else 1
 
 
 def better(one: Measured, other: Measured) -> Measured:
-    """What two measurements of a pair say together. What disturbs one makes it worse and never better."""
-    told = [m for m in (one, other) if m.bytes_per_s and not m.damaged]
-    if len(told) < 2:
-        return told[0] if told else other
-    latencies = [m.latency_s for m in told if m.latency_s]
-    return Measured(max(m.bytes_per_s or 0.0 for m in told), min(latencies, default=0.0))
+    """Combines two measurements of a pair: a disturbance makes a measurement worse and never better, so the better
+    figures count."""
+    usable = [m for m in (one, other) if m.bytes_per_s and not m.damaged]
+    if len(usable) < 2:
+        return usable[0] if usable else other
+    latencies = [m.latency_s for m in usable if m.latency_s]
+    return Measured(max(m.bytes_per_s or 0.0 for m in usable), min(latencies, default=0.0))
 
 
 def domains(measured: Mapping[Pair, Measured]) -> dict[str, NodePlace]:
-    """Every node to its place: `("d1", "d2")` is the second part of the first. All places are empty where no difference
-    is clear. A node without a pair that was measured is not in it, nor one of a few that the most did not reach.
+    """The place of every node: `("d1", "d2")` is the second part of the first. All places are empty if no difference is
+    clear. Left out are nodes without a measured pair, and nodes that no measured pairs connect with the largest group.
 
     The names count from 1 within each place, in the order of the nodes' names.
     """
@@ -91,7 +94,7 @@ def domains(measured: Mapping[Pair, Measured]) -> dict[str, NodePlace]:
 
 
 def between(places: Mapping[str, NodePlace], measured: Mapping[Pair, Measured]) -> list[Between]:
-    """The figures of every place, all nodes first, and each before its parts."""
+    """The figures of every place: first that of all nodes, and each place before its parts."""
     of: dict[NodePlace, list[Measured]] = defaultdict(list)
     for pair, m in _known(measured).items():
         if all(n in places for n in pair):
@@ -116,19 +119,20 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _known(measured: Mapping[Pair, Measured]) -> dict[Pair, Measured]:
-    """Pairs that tell something. One that broke tells nothing about distance, so the others decide about its nodes."""
+    """The pairs with a usable measurement. A pair that failed says nothing about distance, so the other pairs decide
+    about its nodes."""
     return {p: m for p, m in measured.items() if m.bytes_per_s and not m.damaged}
 
 
 def _largest(nodes: Group, known: Iterable[Pair]) -> Group:
-    """The most nodes that hang together by pairs that were measured; of equals the first."""
+    """The largest set of nodes that are connected by measured pairs; of equally large ones the first."""
     at = {node: [node] for node in nodes}
     for a, b in known:
         if at[a] is not at[b]:
             at[a] += at[b]
             for node in at[b]:
                 at[node] = at[a]
-    # Two crowds without a single way between them: nothing says how far they are from each other.
+    # Between two sets without a single measured pair, nothing tells how far they are from each other.
     most: Group = max((at[n] for n in nodes), key=len, default=[])
     largest = set(most)
     return [n for n in nodes if n in largest]
@@ -158,8 +162,8 @@ def _parts(nodes: Group, known: Mapping[Pair, Measured]) -> list[Group] | None:
         ),
         None,
     )
-    # A node with a slow card is slow with everybody, as if it stood alone and far away. So by bandwidth there are parts
-    # only where two of them have company: that a card cannot feign.
+    # A node with a slow card is slow with every other node, as if it stood alone and far away. So bandwidth
+    # makes parts only if two of them have several nodes each, which a slow card cannot produce.
     by_slowness = next(
         (
             parts
@@ -168,7 +172,8 @@ def _parts(nodes: Group, known: Mapping[Pair, Measured]) -> list[Group] | None:
         ),
         None,
     )
-    # The fewer parts are the outer ones. What the other figure shows is found again within them.
+    # The division into fewer parts is the outer one. What the other figure shows is found again within the
+    # parts.
     return min((p for p in (by_latency, by_slowness) if p is not None), key=len, default=None)
 
 
@@ -178,15 +183,16 @@ class Border(NamedTuple):
     near: float
     """The largest distance within a part."""
     far: float
-    """The smallest distance between two of them."""
+    """The smallest distance between two parts."""
     parts: list[Group]
     """In the order of their first nodes."""
 
 
 def _borders(nodes: Group, distances: Mapping[Pair, float]) -> list[Border]:
-    """The nearest two parts are joined again and again, from single nodes to all together; the fewest parts first.
+    """Agglomerative clustering: the two parts with the smallest median distance are merged until one is left. Returns
+    the division before each merge, that with the fewest parts first.
 
-    Empty if some nodes are joined to the others by no pair: this figure tells nothing then.
+    Empty if measured pairs do not connect all nodes: this figure tells nothing then.
     """
     parts = {i: [node] for i, node in enumerate(nodes)}
     number = {node: i for i, node in enumerate(nodes)}
@@ -194,8 +200,9 @@ def _borders(nodes: Group, distances: Mapping[Pair, float]) -> list[Border]:
     for pair, distance in distances.items():
         one, other = sorted(number[n] for n in pair)
         apart[one, other].append(distance)
-    # The lower of the two in the middle: machines are measured too slow by what else they do, and hardly ever too fast.
-    # With the mean of two, one pair that was disturbed would put a node of three into a place of its own.
+    # The lower of the two middle values: other load makes measurements too slow, and hardly anything makes
+    # them too fast. With the mean of the two, one disturbed pair would put a node of three into a place of
+    # its own.
     length = {key: statistics.median_low(values) for key, values in apart.items()}
     steps: list[tuple[float, list[Group]]] = []
     while length:
@@ -220,5 +227,5 @@ def _borders(nodes: Group, distances: Mapping[Pair, float]) -> list[Border]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """`n2` before `n10`."""
+    """Sort key that puts `n2` before `n10`."""
     return [(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", name)]
