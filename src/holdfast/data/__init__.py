@@ -1,4 +1,4 @@
-"""What a worker trains on: the order of the samples, and the files they are read from.
+"""The training data of a worker: the order of the samples, and the files from which they are read.
 
 The names load on first use, because `import holdfast` must stay cheap and `TokenDataset` needs torch.
 """

@@ -25,26 +25,28 @@ from holdfast.errors import DataError, UsageError
 
 _log = logging.getLogger(__name__)
 ORDERED_AHEAD = 4096
-"""Samples that are put in order at a time, at least: that costs little more than one."""
+"""Minimum number of samples whose order is computed at a time, because many cost little more than one."""
 READ_AHEAD_STEPS = 2
 SLOW_S = 0.5e-3
 """A micro-batch that took longer than this, and much longer than the fastest one, has probably waited for a disk."""
 ADVISE_FOR_STEPS = 64
-"""After that one. Telling the kernel what comes next costs as much as reading it when it is in memory."""
+"""Number of steps after such a micro-batch for which the kernel is advised. Advising it costs as much as reading the
+samples if they are in memory."""
 
 
 class Order(Protocol):
-    """Which sample stands at which position."""
+    """The order of samples: the sample number at each position."""
 
     def at_many(self, positions: Any) -> Ids: ...
 
 
 class DatasetBatches:
-    """Micro-batches of a map-style dataset. A micro-batch is a function of (seed, step, number), whoever loads it.
+    """Micro-batches of a map-style dataset. A micro-batch is a function of (seed, step, number), whichever process loads it.
 
-    A dataset with a cheap `batch` is read by the training thread when a micro-batch is needed; a thread that did it
-    ahead saved nothing (the GIL is the same). If it has `read_ahead(ids)` it is told what comes next, so that the
-    kernel brings the pages in. What `holdfast.data.shuffled` was given is decoded ahead by processes.
+    A dataset with a cheap `batch` is read by the training thread when a micro-batch is needed; a thread that read ahead
+    would save nothing, because
+    both share the GIL. If it has `read_ahead(ids)`, that is called with the samples of the next steps, so that the
+    kernel brings their pages in. A dataset that was passed through `holdfast.data.shuffled` is decoded ahead by processes.
 
     Attributes:
         dataset: the data set itself, without `holdfast.data.shuffled`.
@@ -65,7 +67,7 @@ class DatasetBatches:
         """ledger, launch: see `SampleLedger`.
 
         Raises:
-            UsageError: sizes that do not fit, or what is no dataset; nothing is started then.
+            UsageError: the sizes do not fit each other, or `data` is not a dataset; nothing is started then.
         """
         if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
             raise UsageError(
@@ -83,8 +85,8 @@ class DatasetBatches:
         # Everything that a micro-batch depends on is in this object and in (step, micro, ids). Rank, world
         # size and process are not, which is why a resize or a retry gives the same bytes.
         self._maker = Maker(how.dataset, how.collate, seed)
-        # A mixture brings its own order. It must come from the dataset and the seed alone, because every
-        # worker computes it for itself and nobody compares.
+        # A mixture has its own order. It must depend on the dataset and the seed alone, because every worker
+        # computes it for itself and the results are not compared.
         own_order = getattr(how.dataset, "order", None)
         self._order: Order = own_order(seed) if callable(own_order) else SampleOrder(len(data), seed)
         self._global_batch, self._micro_batch = global_batch, micro_batch
@@ -110,20 +112,21 @@ class DatasetBatches:
         )
 
     def probe(self) -> str | None:
-        """A hash of a few samples, by which workers see whether they have the same data; None where loading a sample twice
-        gives two different ones, or where the data set has a fingerprint."""
+        """A hash of a few samples, by which workers can check that they have the same data. None if loading a sample
+        twice gives two different ones, or if the data set has a fingerprint."""
         if identity(self.dataset) is not None:
             return None
         last = len(self.dataset) - 1
         with kept_generators():
             try:
-                # Loaded twice: what draws its own random numbers would tell healthy workers apart.
+                # Loaded twice: a dataset that draws its own random numbers would make healthy workers look
+                # different.
                 first, second = (
                     [digest_of(self._maker.make(0, 0, np.array([i]))) for i in sorted({0, last // 2, last})]
                     for _ in range(2)
                 )
             except DataError:
-                return None  # told in the step that needs the sample
+                return None  # reported in the step that needs the sample
         if first != second:
             return None
         return xxhash.xxh3_64_hexdigest(repr([len(self.dataset), *first]).encode())
@@ -133,10 +136,10 @@ class DatasetBatches:
         return self._global_batch // self._micro_batch
 
     def aim(self, step: int, position: int, micros: range) -> None:
-        """This worker's share of the step that begins at this sample, and of those that follow until it is told
-        otherwise."""
-        # What was loaded for an earlier attempt at a step must not be written into the ledger for this one:
-        # the share may be another.
+        """Sets this worker's share: of the step that begins at this position, and of those that follow until the next
+        call."""
+        # Samples that were loaded for an earlier attempt at a step must not be written into the ledger for
+        # this one: the share may be different.
         self._given.clear()
         # Steps and positions normally advance together. If their difference changed, the state was loaded
         # from elsewhere, and everything prefetched belongs to other samples under the same (step, micro)
@@ -171,7 +174,7 @@ class DatasetBatches:
         return on_device(batch, self._device)
 
     def again(self, step: int, micro: int) -> Any:
-        """A micro-batch of the step that another worker has as well: made here and now, and in no ledger.
+        """A micro-batch of the step that another worker computes too. It is made at once, and is not recorded in the ledger.
 
         Raises:
             DataError: a sample of it cannot be loaded.
@@ -179,7 +182,8 @@ class DatasetBatches:
         return on_device(self._maker.make(step, micro, self._ids(step, micro)), self._device)
 
     def giving(self, step: int, generation: int) -> None:
-        """All is loaded that this worker adds to the step: into the ledger, before the others can have its gradient."""
+        """Records in the ledger all samples of this worker's contribution to the step, before the other workers can
+        have its gradient."""
         # Before this worker's last part of the gradient goes out. Later would be too late: the other workers
         # may commit the step with the gradient of a worker that died on its way to the vote, and its samples
         # would be missing from the proof.
@@ -187,12 +191,12 @@ class DatasetBatches:
             self._ledger.giving(generation, step, self._position, self._given)
 
     def committed(self, step: int, generation: int) -> None:
-        """The step that was prepared in this generation counts."""
+        """Records that the step, prepared in this generation, is committed."""
         if self._ledger is not None:
             self._ledger.committed(generation, step)
 
     def close(self) -> None:
-        """Ends what works ahead."""
+        """Stops the work ahead, and closes the ledger."""
         self._prefetched.forget()
         if self._decoders is not None:
             self._decoders.close()
@@ -208,7 +212,7 @@ class DatasetBatches:
     def _decoded(self, step: int, micro: int, decoders: Decoders) -> tuple[Ids, Any]:
         future = self._prefetched.take(step, micro)
         if not future.done() and not decoders.up:
-            # A process takes seconds to start, and what it would make is the same.
+            # A process takes seconds to start, and would make the same batch.
             ids = self._ids(step, micro)
             return ids, self._maker.make(step, micro, ids)
         try:
@@ -216,15 +220,16 @@ class DatasetBatches:
         except BrokenProcessPool:
             data = self._decoded_again(step, micro, decoders)
         except DataError:
-            self._prefetched.keep_made()  # tried again with the step: it may have been the file system
+            self._prefetched.keep_made()  # decoded anew when the step is retried: the file system may have failed for a moment
             raise
-        # The sample numbers come back with the batch, from the process that made it. The ledger records what
-        # was decoded, and not what this process believes to have asked for.
+        # The sample numbers come back with the batch from the process that made it. The ledger records what
+        # was decoded, and not what this process believes it asked for.
         ids, batch = unpacked(data)
         return ids, batch
 
     def _decoded_again(self, step: int, micro: int, decoders: Decoders) -> bytes:
-        """A process died, and with it all that were at work. Once that may be chance."""
+        """Starts new processes after one died, which ended all tasks under way, and decodes the micro-batch again. A
+        second death is an error; one may be chance."""
         _log.warning("a decoding process died; starting new ones", extra={"step": step, "micro": micro})
         self._prefetched.forget()
         decoders.restart()
@@ -273,7 +278,7 @@ class DatasetBatches:
 
 
 def _that_fit(global_batch: int, micro_batch: int) -> str:
-    """The nearest sizes that can be used."""
+    """Suggests the nearest sizes that can be used."""
     if micro_batch < 1 or global_batch < 1:
         return "both must be at least 1, for example global_batch=256, micro_batch=4"
     smaller = next(n for n in range(min(micro_batch, global_batch), 0, -1) if global_batch % n == 0)

@@ -6,8 +6,9 @@
     DIR/parts/KEY                  what has arrived of a file that is being fetched
     DIR/locks/KEY                  held by the process that fetches; the others wait for it
 
-KEY is a hash of the URL. Locks are the kernel's (flock), so they end with their process. Who uses a file holds a shared
-lock on it for the rest of its life, and what is in use is never evicted.
+KEY is a hash of the URL. Locks are the kernel's (flock), so they end with their process. A process that uses a file
+holds a shared
+lock on it until it ends, and a file in use is never evicted.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class CachedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A hash of the URL's folder, under which `name` is linked."""
     name: str
     changed_ns: int
-    """The content's modification time; another one means that somebody wrote to it."""
+    """The content's modification time; if it changed, somebody wrote to the file."""
 
 
 _entries = msgspec.json.Decoder(CachedFile)
@@ -66,24 +67,24 @@ _entries = msgspec.json.Decoder(CachedFile)
 
 @dataclass(frozen=True)
 class VerifiedFile:
-    """What `Cache.verify` found of one file."""
+    """The result of `Cache.verify` for one file."""
 
     url: str
     nbytes: int
     trouble: str | None
-    """For people; None: the file is whole."""
+    """A message for people about the damage; None: the file is intact."""
 
 
 def local(path: str | os.PathLike[str]) -> Path:
     """The file on this machine: a path as it is, a remote file's copy in the node's cache.
 
-    A remote file (`s3://`, `gs://`, `az://`, `https://`, ...) is fetched if the cache (`holdfast run --data-cache DIR`,
-    or HOLDFAST_DATA_CACHE) does not have it as it is now. If the server cannot be asked, the copy is used.
+    A remote file (`s3://`, `gs://`, `az://`, `https://`, ...) is fetched unless the cache (`holdfast run
+    --data-cache DIR`, or HOLDFAST_DATA_CACHE) has its current version. If the server does not answer, the copy is used.
 
     Raises:
         FileNotFoundError: there is no such remote file.
-        UsageError: no cache is named, or no URL of a file.
-        DataError: it cannot be fetched, or has no room.
+        UsageError: no cache is configured, or the URL does not name a file.
+        DataError: it cannot be fetched, or does not fit into the cache.
     """
     text = os.fspath(path)
     if "://" not in text:
@@ -108,7 +109,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def local_tokens(path: str | os.PathLike[str]) -> Path:
-    """`local` of a token file: of a pair both files, side by side; a name without an ending is looked for with it.
+    """As `local`, for a token file: both files of a pair are fetched side by side, and a name without its ending is completed.
 
     Raises:
         See `local`.
@@ -127,14 +128,15 @@ def local_tokens(path: str | os.PathLike[str]) -> Path:
 
 
 def absolute_cache(text: str) -> str:
-    """The same with a folder that means the same everywhere; creates it. Raises UsageError for what is no cache."""
+    """The option with an absolute folder, which means the same in every process; creates the folder. Raises UsageError
+    if it cannot be a cache."""
     folder, size_bytes = parse_cache(text)
     Cache(folder, size_bytes)
     return ",".join([str(folder.absolute()), *text.split(",")[1:]])
 
 
 def parse_cache(text: str) -> tuple[Path, int | None]:
-    """`DIR[,size=50G]`: the folder and its bound. Raises UsageError."""
+    """`DIR[,size=50G]`: the folder, and the limit on its size. Raises UsageError."""
     folder, *rest = text.split(",")
     size: int | None = None
     for part in rest:
@@ -153,7 +155,7 @@ class Cache:
     """The cache in a folder. Any number of processes may use it at once."""
 
     def __init__(self, folder: Path, size_bytes: int | None = None) -> None:
-        """size_bytes: its bound; by default 90% of what the disk has for it.
+        """size_bytes: the limit on its size; by default 90% of the space that the disk has for it.
 
         Raises:
             UsageError: the folder cannot be written, or everybody can write to it.
@@ -167,7 +169,7 @@ class Cache:
             for each in (self._content, self._names, self._entries, self._parts, self._locks):
                 each.mkdir(parents=True, exist_ok=True)
             for each in (self.folder, self._content, self._names, self._entries, self._parts):
-                # A team may share a cache. What strangers put there would be trained on.
+                # A team may share a cache. Files that strangers put into it would be trained on.
                 refuse_open_to_others(each, "--data-cache", group=True, owner=False)
         except OSError as error:
             raise UsageError(
@@ -175,7 +177,7 @@ class Cache:
             ) from error
 
     def get(self, remote: Remote) -> Path:
-        """The local copy of the remote file as it is now; it stays until this process ends.
+        """The local copy of the remote file as it is now; it is kept until this process ends.
 
         Raises:
             FileNotFoundError, DataError: see `local`.
@@ -197,7 +199,7 @@ class Cache:
             return self._held(entry)
 
     def verify(self) -> Iterator[VerifiedFile]:
-        """Reads every file; one that is not as it was fetched is removed, and fetched again when it is needed."""
+        """Reads every file. One that has changed since it was fetched is removed, and fetched again when it is needed."""
         for path in sorted(self._entries.iterdir()):
             with self._locked(path.name):
                 entry = self._entry(path.name)
@@ -222,13 +224,14 @@ class Cache:
             return None
 
     def _sound(self, entry: CachedFile | None, key: str) -> CachedFile | None:
-        """The entry, if its file is still what was fetched. Reads it only if somebody touched it."""
+        """The entry, if its file still has the content that was fetched. Reads the file only if it was modified."""
         if entry is None:
             return None
         content = self._content / entry.digest
         try:
             status = content.stat()
-            # The name must lead to this very content. A killed process may have replaced one of the two.
+            # The name must be a link to this very content. A process that was killed may have replaced only
+            # one of the two.
             linked = self._link_of(entry).stat().st_ino == status.st_ino
         except FileNotFoundError:
             return None
@@ -247,7 +250,7 @@ class Cache:
         return None
 
     def _asked(self, remote: Remote, entry: CachedFile | None) -> Version | None:
-        """What the server has now; None if it cannot be asked and there is a copy."""
+        """The server's current version; None if the server does not answer and there is a copy."""
         try:
             return remote.version()
         except (DataError, FileNotFoundError) as error:
@@ -287,7 +290,7 @@ class Cache:
         # content from running between the file's arrival and the entry that refers to it.
         with self._locked(""):
             content = self._content / digest
-            # Read before it is trusted: the name promises the content, but an earlier copy may have been
+            # Read before it is trusted: the name stands for the content, but an earlier copy may have been
             # damaged since.
             if content.exists() and _digest(content) == digest:  # another URL has the same
                 part.unlink()
@@ -327,7 +330,8 @@ class Cache:
         return self._names / entry.folder / entry.name
 
     def _held(self, entry: CachedFile) -> Path:
-        """Takes the shared lock that keeps the file from being evicted. The key's lock is held, so it is there."""
+        """Takes the shared lock that keeps the file from being evicted. The caller holds the key's lock, so the file
+        exists."""
         link = self._link_of(entry)
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         # Held until the process ends, because the file is mapped for as long. An unlinked file would stay
@@ -344,11 +348,11 @@ class Cache:
     # ------------------------------------------------------------ room
 
     def _make_room(self, url: str, nbytes: int, part: Path) -> None:
-        """Evicts what was not used for longest until `nbytes` fit. Raises DataError when they do not."""
+        """Evicts the least recently used files until `nbytes` fit. Raises DataError if they do not fit."""
         with self._locked(""):
             there = sum(p.stat().st_size for p in self._content.iterdir())
-            # What others are fetching counts with its final size, which is part of its name. Two processes
-            # that each see enough room would otherwise fill the disk together.
+            # A file that another process is fetching counts with its final size, which is part of its name.
+            # Otherwise two processes that each see enough space would fill the disk together.
             fetching = {p: int(p.name.rsplit("-", 1)[1]) for p in self._parts.iterdir() if p != part}
             bound = self._size_bytes or int(SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + there))
             excess = there + sum(fetching.values()) + nbytes - bound
@@ -364,11 +368,11 @@ class Cache:
                     f"(its limit is {bound}, and files in use are kept): increase the limit with --data-cache "
                     f"{self.folder},size=..."
                 )
-            # Reserves the room: from now on the others count it.
+            # Reserves the space: from now on the other processes count it.
             part.touch()
 
     def _abandoned(self, part: Path) -> bool:
-        """Removes what arrived of a file that nobody fetches any more."""
+        """Removes a part of a file that no process fetches any more."""
         try:
             with self._locked(part.name.split("-", 1)[0], wait=False):
                 part.unlink(missing_ok=True)
@@ -381,7 +385,7 @@ class Cache:
         return sorted(used, key=lambda key: used[key])
 
     def _evicted(self, key: str) -> int:
-        """The bytes that this freed: 0 for a file that is in use, or being looked at."""
+        """Evicts a file; returns the bytes that this freed: 0 if the file is in use, or another process is checking it."""
         try:
             with self._locked(key, wait=False):
                 entry = self._entry(key)
@@ -415,11 +419,11 @@ class Cache:
         return self._drop_content(entry.digest)
 
     def _drop_content(self, digest: str) -> int:
-        """Content that no entry names any more. Who has it open keeps it."""
-        # Two URLs may have the same content. It goes with the last entry that names it.
+        """Removes content that no entry refers to any more. A process that has it open keeps it."""
+        # Two URLs may have the same content. It is removed with the last entry that refers to it.
         others = (self._entry(p.name) for p in self._entries.iterdir())
-        # Called with the cache's lock held, so no entry can begin to name this content between the look and
-        # the removal.
+        # Called with the cache's lock held, so no entry can begin to refer to this content between the check
+        # and the removal.
         if any(entry is not None and entry.digest == digest for entry in others):
             return 0
         content = self._content / digest
@@ -429,7 +433,7 @@ class Cache:
 
     @contextmanager
     def _locked(self, key: str, waiting: str = "", wait: bool = True) -> Iterator[None]:
-        """The lock of one URL, or with an empty key the cache's. Raises BlockingIOError if it is not to wait."""
+        """Holds the lock of one URL or, with an empty key, of the cache. Raises BlockingIOError if it may not wait."""
         fd = os.open(self._locks / (key or "cache"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:

@@ -1,4 +1,4 @@
-"""How sample numbers become a micro-batch: the same function in the worker and in its decoding processes."""
+"""Makes a micro-batch from sample numbers: the same function in the worker and in its decoding processes."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ Collate = Callable[[list[Any]], Any]
 
 _SHOWN_IDS = 8
 CPU = torch.device("cpu")
-"""Samples are made there, also those that train on a GPU: decoding processes have none."""
+"""The device on which samples are made, even for training on a GPU: decoding processes have none."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes micro-batches of a dataset. What it makes is a function of its arguments, whichever process calls
-    it."""
+    """Makes micro-batches of a dataset. The result is a function of the arguments, whichever process calls it."""
 
     dataset: Any
-    """Has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do. One that draws
-    no random numbers may say so with an attribute `deterministic`, which saves seeding the generators."""
+    """Has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do. A dataset that draws no
+    random numbers may have an attribute `deterministic`, which saves seeding the generators."""
     collate: Collate | None
     """Samples to batch; None for the dataset's own `batch`, or torch's default."""
     seed: int
-    """Of the run; `__getitem__` may draw from the global generators of Python, numpy and torch."""
+    """The run's seed; `__getitem__` may draw from the global generators of Python, numpy and torch."""
 
     def make(self, step: int, micro: int, ids: Ids) -> Any:
         """Micro-batch `micro` of the step, of these samples.
 
         Raises:
-            DataError: the dataset raised; names the dataset and the sample.
+            DataError: the dataset raised an exception; the message names the dataset and the sample.
         """
         # Seeded for every micro-batch, so that augmentation depends on (seed, step, micro) alone. A generator
         # that ran on would make a sample depend on what the same process happened to load before.
@@ -72,7 +71,8 @@ class Maker:
 
 
 def digest_of(batch: Any) -> int:
-    """Of the numbers in a batch, whatever they are nested in; texts do not count, since a path may differ between nodes."""
+    """A digest of the numbers in a batch, however they are nested. Texts do not count, because a path may differ
+    between nodes."""
     hasher = xxhash.xxh3_64()
 
     def add(value: Any) -> None:
@@ -109,7 +109,7 @@ def _named(ids: Ids) -> str:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on the device; through pinned memory, so that the copy waits for nobody."""
+    """The batch with every tensor on the device. Copies go through pinned memory, so that they are asynchronous."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
@@ -124,7 +124,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
         return type(batch)(on_device(part, device) for part in batch)
     # Asked before Mapping: a BatchEncoding is a Mapping too, and rebuilding it as a plain dict would lose its
     # methods.
-    if hasattr(batch, "to"):  # what a collate function of the user's made, for example a BatchEncoding
+    if hasattr(batch, "to"):  # the result of a user's collate function, for example a BatchEncoding
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: on_device(part, device) for key, part in batch.items()}
@@ -135,8 +135,8 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their plain bytes: neither torch's serialization nor shared memory, which costs a file descriptor for
-    every tensor that waits."""
+    """Pickles tensors as their plain bytes: without torch's serialization, and without shared memory, which takes a
+    file descriptor for every waiting tensor."""
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not torch.Tensor or thing.layout is not torch.strided or thing.device.type != "cpu":
@@ -156,8 +156,8 @@ def packed(batch: Any) -> bytes:
 
 def unpacked(data: bytes) -> Any:
     """A new batch from `packed` bytes of this worker's own process; the script may change it in place."""
-    # Of this worker's own child, over a pipe that nobody else has: what comes over a socket is never
-    # unpickled.
+    # The data comes from this worker's own child, over a pipe that no other process has; data from a socket
+    # is never unpickled.
     return pickle.loads(data)
 
 

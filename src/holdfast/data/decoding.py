@@ -1,11 +1,11 @@
 """Processes that decode samples for a worker.
 
-They are a process pool's, not a DataLoader's. A DataLoader hands batches out in the order in which it asked for them,
-so after a resize those of the old share come first; and it reports the death of a process by an exception from a signal
-handler, which may strike in the middle of an optimizer step. A pool gives a future for every micro-batch.
+They belong to a process pool, not to a DataLoader. A DataLoader hands batches out in the order in which it asked for
+them, so after a resize those of the old share come first; and it reports the death of a process by an exception from a
+signal handler, which may interrupt an optimizer step. A pool gives a future for every micro-batch.
 
-They are started, not forked: a worker has threads, whose locks a fork would copy. From their first instruction on they
-end with the worker, also while they still import torch.
+They are spawned, not forked: a worker has threads, whose locks a fork would copy. They end with the worker from their
+first instruction on, even while they still import torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _END_WITH_PARENT = "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal
 _PR_SET_PDEATHSIG = 1
 
 _maker: list[Maker] = []
-"""In a decoding process: what it makes micro-batches with, sent once at its start."""
+"""In a decoding process: the maker of micro-batches, sent once when the process starts."""
 
 
 class Decoders:
-    """`workers` processes."""
+    """A pool of `workers` decoding processes."""
 
     def __init__(self, maker: Maker, workers: int) -> None:
-        """Raises UsageError for a dataset that cannot be sent to another process."""
+        """Raises UsageError if the dataset cannot be pickled for another process."""
         self._workers = workers
         self._up = False
         try:
@@ -54,14 +54,14 @@ class Decoders:
 
     @property
     def up(self) -> bool:
-        """Whether the first process can decode; until then the worker had better do so itself."""
-        # Once a process has answered it can decode. It may die later; that is seen at the future of its
-        # micro-batch.
+        """Whether the first process is ready to decode; until then the worker does better to decode by itself."""
+        # A process that has answered once can decode. If it dies later, the future of its micro-batch shows
+        # it.
         self._up = self._up or any(f.done() for f in self._greetings)
         return self._up
 
     def make(self, step: int, micro: int, ids: Ids) -> Future[bytes]:
-        """Begins to make a micro-batch."""
+        """Submits a micro-batch to be made."""
         try:
             future = self._pool.submit(_make, step, micro, ids)
             future.__class__ = _Cancellable
@@ -72,13 +72,13 @@ class Decoders:
             return failed
 
     def restart(self) -> None:
-        """New processes in the place of those that died."""
+        """Starts new processes in place of those that died."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._start()
 
     def close(self) -> None:
-        """Ends the processes; waits for the samples that they are at, but not for processes that are still starting: with
-        torch to import that takes seconds, for nothing."""
+        """Ends the processes. Waits for the samples under way, but not for processes that are still starting: they
+        would import torch for seconds, to no purpose."""
         if not all(f.done() for f in self._greetings):
             for process in list(self._pool._processes.values()):  # Python 3.14 has kill_workers() for this
                 process.kill()
@@ -91,15 +91,15 @@ class Decoders:
             initializer=_begin,
             initargs=(self._sent,),
         )
-        # A pool starts a process only for work that finds none idle.
-        # One greeting for each process makes the pool start all of them now. Otherwise they would start one
-        # after the other with the first steps, each with seconds of imports.
+        # A pool starts a process only if it gets work and no process is idle. One greeting per process makes
+        # the pool start all of them now. Otherwise they would start one after the other with the first steps,
+        # each with seconds of imports.
         self._greetings = [self._pool.submit(_greet) for _ in range(self._workers)]
 
 
 class _Cancellable(Future[bytes]):
-    """May be cancelled before its pool breaks. In Python 3.11 the pool's thread raises at such a future: it prints a
-    traceback, and no future after it ever ends, so that a worker waits for its micro-batch for ever."""
+    """A future that may be cancelled before its pool breaks. In Python 3.11 the pool's thread raises at such a future:
+    it prints a traceback, and no future after it ever completes, so a worker would wait for its micro-batch for ever."""
 
     def set_exception(self, exception: BaseException | None) -> None:
         with suppress(InvalidStateError):
@@ -107,7 +107,7 @@ class _Cancellable(Future[bytes]):
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """multiprocessing has no place for what a new interpreter does before it imports the script."""
+    """Starts a process that runs code of ours before it imports the script, for which multiprocessing has no hook."""
 
     def _launch(self, process_obj: Any) -> None:
         plain = spawn.get_command_line
@@ -118,7 +118,7 @@ class _Popen(popen_spawn_posix.Popen):
                 option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid()
             )
             at = line.index("-c") + 1
-            # -P: modules of the current folder are not for it, before it has the parent's sys.path
+            # -P: it must not import modules of the current folder before it has the parent's sys.path
             return [line[0], "-P", *line[1:at], first + line[at], *line[at + 1 :]]
 
         # Replaced for the duration of one start only, so that processes that the script starts are started as
@@ -141,7 +141,7 @@ class _Context(SpawnContext):
 
 
 def is_decoder() -> bool:
-    """Whether this process is one that is being started, and imports the script only for what is defined in it."""
+    """Whether this process is a decoding process that is starting, and imports the script only for its definitions."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
@@ -159,7 +159,7 @@ def _greet() -> None:
 
 
 def _make(step: int, micro: int, ids: Ids) -> bytes:
-    """(sample numbers, batch), packed."""
+    """(sample numbers, batch), pickled."""
     try:
         return packed((ids, _maker[0].make(step, micro, ids)))
     except DataError as error:

@@ -1,4 +1,5 @@
-"""Files of object stores and web servers, fetched by ranges into a local file; what arrived before is not fetched again."""
+"""Fetches files from object stores and web servers by ranges into a local file; ranges that arrived earlier are not
+fetched again."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ PART_BYTES = 8 << 20
 PARTS_IN_FLIGHT = 8
 PATIENCE_S = 45.0
 PAUSES_S = (1.0, 5.0, 20.0)
-"""Between attempts at one request, on top of the library's own retries, which end after PATIENCE_S."""
+"""Pauses between attempts at one request, in seconds, in addition to the library's own retries, which end after
+PATIENCE_S."""
 AGAIN = "The part that has arrived is kept and not fetched again"
 FINAL = (PreconditionError, FileNotFoundError, PermissionError, PermissionDeniedError, UnauthenticatedError)
-"""Answers that will not change."""
+"""HTTP statuses that a retry cannot change."""
 
 Answer = TypeVar("Answer")
 
@@ -48,16 +50,16 @@ class Remote:
         pauses_s: tuple[float, ...] = PAUSES_S,
         **options: Any,
     ) -> None:
-        """Nothing is asked of the server yet.
+        """No request is sent yet.
 
         Args:
-            part_bytes: fetched with one request.
+            part_bytes: size of the range of one request.
             patience_s: how long one request is tried.
             pauses_s: how long to wait before each further attempt.
-            options: of the object store, as for checkpoints; they go before the environment.
+            options: of the object store, as for checkpoints; they take precedence over the environment.
 
         Raises:
-            UsageError: no URL of a file.
+            UsageError: `url` does not name a file.
         """
         parts = urlsplit(url)
         folder, _, self.name = parts.path.rpartition("/")
@@ -83,18 +85,18 @@ class Remote:
         """Size and identity of the file as it is now.
 
         Raises:
-            FileNotFoundError: there is none.
-            DataError: the server does not say.
+            FileNotFoundError: there is no such file.
+            DataError: the server does not answer.
         """
         with self._explained("asked for"):
             return self._tried(lambda: _version_of(obstore.head(self._store, self.name)))
 
     def fetch(self, version: Version, part: Path) -> str:
-        """Fills the file `part`, from where it ends; returns the XXH3-128 of all of it.
+        """Appends to the file `part` what is missing of it; returns the XXH3-128 of the whole file.
 
         Raises:
-            Changed: the remote file is no longer this version; what is in `part` is of no use.
-            DataError: the server does not give it, or the disk is full. What has arrived stays in `part`.
+            Changed: the remote file is no longer this version; the content of `part` cannot be used.
+            DataError: the server does not send it, or the disk is full. The bytes that arrived stay in `part`.
         """
         digest = xxhash.xxh3_128()
         with part.open("ab+") as file, ByteCount(sys.stderr, f"fetching {self.url}") as count:
@@ -126,7 +128,7 @@ class Remote:
             ) from error
 
     def _parts(self, version: Version, begin: int) -> Iterator[memoryview]:
-        """The rest of the file, in order; several parts are under way at once."""
+        """Yields the rest of the file, in order; several ranges are requested at once."""
         lows = iter(range(begin, version.size, self._part_bytes))
         with ThreadPoolExecutor(PARTS_IN_FLIGHT) as pool:
             waiting: deque[Future[memoryview]] = deque()
@@ -141,7 +143,8 @@ class Remote:
                 while waiting:
                     yield waiting.popleft().result()
             except BaseException:
-                # What no thread has begun is cancelled: after an error nobody will take it.
+                # Requests that no thread has begun are cancelled: after an error their results are not
+                # needed.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -153,8 +156,8 @@ class Remote:
         for pause_s in self._pauses_s:
             try:
                 return ask()
-            # Retrying what cannot change would keep a misspelt name or a missing permission waiting for
-            # minutes before the user hears of it.
+            # Retrying an error that cannot change would delay the message about a misspelt name or a missing
+            # permission by minutes.
             except FINAL:
                 raise
             except (BaseError, OSError):

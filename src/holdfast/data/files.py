@@ -33,13 +33,13 @@ _PROBE_BYTES = 4 * 1024
 
 
 class TokenFile:
-    """One file of tokens, and its documents if it says where they begin.
+    """One file of tokens, and its documents if the format marks where they begin.
 
     Args:
         path: a file, or the name without `.bin` and `.idx` or `.npy`. A `.bin` with an `.idx` beside it is Megatron's.
             A URL (`s3://`, `https://`, ...) is fetched into the node's cache, see `holdfast.data.local`.
-        dtype: what a raw file holds; what other files say themselves must agree.
-        in_order: the file will be read from its begin to its end. Otherwise the kernel is told not to read ahead: samples
+        dtype: the dtype of a raw file; other files have their own, which must be equal.
+        in_order: the file will be read from beginning to end. Otherwise the kernel is advised not to read ahead: samples
             come in random order, and it would read megabytes for each of them.
 
     Attributes:
@@ -75,7 +75,8 @@ class TokenFile:
         self.tokens: npt.NDArray[Any] = np.asarray(mapped)
 
     def read_ahead(self, low: int, high: int) -> None:
-        """Tells the kernel that the tokens [low, high) will be read soon, so that nobody waits for the disk then."""
+        """Tells the kernel that the tokens [low, high) will be read soon, so that reading them does not wait for the
+        disk."""
         begin = self._offset_bytes + low * self.tokens.itemsize
         end = self._offset_bytes + high * self.tokens.itemsize
         begin -= begin % mmap.PAGESIZE
@@ -83,7 +84,7 @@ class TokenFile:
 
     @cached_property
     def _offset_bytes(self) -> int:
-        """Where in the map the tokens begin."""
+        """The offset of the tokens in the mapping."""
         whole: Any = np.frombuffer(self._map, np.uint8)
         return int(self.tokens.ctypes.data - whole.ctypes.data)
 
@@ -91,20 +92,21 @@ class TokenFile:
     def probes(self) -> str:
         """16 hex digits: XXH3-64 over the token count, the dtype, and at most 384 KiB of the tokens.
 
-        These are the first and last 64 KiB and 64 probes of 4 KiB at even distances. So it is cheap at any size,
-        independent of path and format, and blind to an edit in place that falls between the probes.
+        These are the first and last 64 KiB and 64 probes of 4 KiB at even distances. So it is cheap at any size, and
+        independent
+        of path and format, but does not detect an edit in place between the probes.
         """
         return _digest(f"{len(self.tokens)} {self.tokens.dtype.str};", self.tokens)
 
     @cached_property
     def edge_probes(self) -> str:
-        """The same of where documents begin."""
+        """The same for the positions of documents."""
         if self.index is None:
             return ""
         return _digest(f"{self.index.documents};", *self.index.parts)
 
     def identity(self) -> dict[str, Any]:
-        """What tells this file from another, as plain values: what `check_fingerprint` compares."""
+        """Plain values that identify this file, for `check_fingerprint`."""
         return {
             "path": str(self.path),
             "bytes": self.path.stat().st_size,
@@ -117,7 +119,7 @@ class TokenFile:
 
 
 def token_dtype(path: Path, dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype, if tokens can be of it.
+    """The dtype, if tokens can have it.
 
     Raises:
         ValueError: they cannot.
@@ -132,7 +134,7 @@ def token_dtype(path: Path, dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def _find(path: Path) -> tuple[Path, Path | None]:
-    """The file with the tokens, and the index of a pair."""
+    """The file with the tokens and, for a pair, its index."""
     if path.suffix == ".idx" and path.exists():
         return path.with_suffix(".bin"), path
     if path.exists():
@@ -195,7 +197,8 @@ def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
 def _as_memory(path: Path) -> Mapped:
     try:
         return np.lib.format.open_memmap(path, mode="r")
-    # The head is read as an expression of Python's, which fails in its own ways; MemoryError: it is nested too deep.
+    # The header is parsed as a Python expression, which fails in various ways; MemoryError: it is nested too
+    # deeply.
     except (tokenize.TokenError, SyntaxError, MemoryError) as error:
         raise ValueError(str(error) or "its header cannot be read") from None
 

@@ -1,6 +1,7 @@
-"""Whether the data of a checkpoint is still the data: a run that resumes on other samples is refused, with the reason.
+"""Checks that the data of a checkpoint has not changed: a run that resumes on other samples is refused, with the
+reason.
 
-What is saved is `identity(dataset)`: plain values, a few hundred bytes for each file, free of the world size.
+A checkpoint has `identity(dataset)`: plain values, a few hundred bytes for each file, independent of the world size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MOST_NAMED = 5
 
 
 def identity(dataset: Any) -> dict[str, Any] | None:
-    """What to save of a data set; None for one that has no fingerprint."""
+    """The values to save for a data set; None if it has no fingerprint."""
     if hasattr(dataset, "identity"):
         own: dict[str, Any] = dataset.identity()
         return own
@@ -33,14 +34,14 @@ def identity(dataset: Any) -> dict[str, Any] | None:
 
 
 def check_fingerprint(saved: Mapping[str, Any] | str, dataset: Any) -> None:
-    """Compares a data set with what was saved of it. Files may have moved: only their content counts.
+    """Compares a data set with the saved identity. Files may have moved: only their content counts.
 
     Args:
-        saved: what `identity` gave when the checkpoint was made, or the fingerprint alone.
+        saved: the result of `identity` when the checkpoint was made, or the fingerprint alone.
         dataset: the data set of the run that resumes.
 
     Raises:
-        UsageError: it is not the same; the message names the files and what changed in them.
+        UsageError: the data set is different; the message names the files and what changed in them.
     """
     before = {"fingerprint": saved} if isinstance(saved, str) else saved
     now = identity(dataset)
@@ -49,8 +50,8 @@ def check_fingerprint(saved: Mapping[str, Any] | str, dataset: Any) -> None:
             f"the checkpoint was made with a data set of fingerprint {before.get('fingerprint')}, but "
             f"{type(dataset).__name__} does not have a fingerprint; resume with the data set that the run began with"
         )
-    # The fingerprints decide. Everything after this line only finds words for the difference, so a field that
-    # an older version did not save can never refuse a run.
+    # The fingerprints decide. Everything after this line only describes the difference, so a field that an
+    # older version did not save can never refuse a run.
     if now["fingerprint"] == before.get("fingerprint"):
         return
     differences = list(_differences(before, now)) if len(before) > 1 else []

@@ -1,4 +1,4 @@
-"""`holdfast.data.shuffled`: any map-style dataset, decoded by processes ahead of need."""
+"""Implements `holdfast.data.shuffled`: any map-style dataset, decoded by processes before it is needed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MOST_WORKERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffled:
-    """A dataset, and how its samples become micro-batches. Made by `shuffled`."""
+    """A dataset, and how micro-batches are made from its samples. Made by `shuffled`."""
 
     dataset: Any
     workers: int
-    """Decoding processes; 0: the worker decodes by itself."""
+    """Number of decoding processes; 0: the worker decodes by itself."""
     collate: Collate | None
     """Samples to batch; None for the dataset's own `batch`, or torch's default."""
     steps_ahead: int
-    """Batches of so many steps are made ahead."""
+    """Number of steps whose batches are made ahead."""
     most_bytes: int
-    """Of batches that are made and not taken."""
+    """Limit on the memory of batches that were made and not used yet."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -40,25 +40,26 @@ def shuffled(
 ) -> Shuffled:
     """A map-style dataset whose samples take time to make, for `run.steps`.
 
-    Order, state and guarantees are those of every dataset; `workers` changes how fast a sample comes, never what it is:
-    what `__getitem__` draws from the global generators of Python, numpy and torch is keyed by (seed, step, micro-batch).
+    Order, state and guarantees are those of every dataset; `workers` changes the speed, never the samples:
+    random numbers that `__getitem__` draws from the global generators of Python, numpy and torch are keyed by (seed,
+    step, micro-batch).
 
     Args:
         dataset: has `__len__` and `__getitem__` (or `__getitems__`, or `batch(ids)`), as
-            `torch.utils.data.Dataset` has. Its processes get it pickled.
-        workers: decoding processes of each worker; 0: the worker decodes by itself.
+            `torch.utils.data.Dataset` has. It is pickled for the decoding processes.
+        workers: number of decoding processes of each worker; 0: the worker decodes by itself.
         collate: list of samples to batch; by default the dataset's own `batch`, or torch's `default_collate`.
-        steps_ahead: how many steps' share is decoded ahead.
-        memory: of each worker, for what is decoded ahead.
+        steps_ahead: for how many steps the worker's share is decoded ahead.
+        memory: limit of each worker for decoded batches.
 
     Raises:
-        UsageError: no map-style dataset, or a setting that cannot be.
+        UsageError: not a map-style dataset, or an impossible setting.
     """
     if isinstance(dataset, Shuffled):
         raise UsageError(
             "holdfast.data.shuffled was applied to a dataset that is already shuffled; call it only once"
         )
-    # Refused now and not in a decoding process, whose error would arrive with the first batch.
+    # Refused here and not in a decoding process, whose error would arrive with the first batch only.
     check_dataset(dataset)
     if not 0 <= workers <= MOST_WORKERS:
         raise UsageError(
@@ -80,7 +81,7 @@ def shuffled(
 
 
 def check_dataset(data: Any) -> None:
-    """Raises UsageError for what is no map-style dataset, or an empty one."""
+    """Raises UsageError if the data is not a map-style dataset, or is empty."""
     if not hasattr(data, "__len__") or not (
         hasattr(data, "__getitem__") or hasattr(data, "__getitems__") or hasattr(data, "batch")
     ):

@@ -35,7 +35,7 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64
 CODES = {name: code for code, name in DTYPES.items()}
 
 MOST_TOKENS = 2**31 - 1
-"""Of one document: its length is an int32."""
+"""Limit on the tokens of one document: its length is an int32."""
 
 _AT_ONCE = 1 << 20
 
@@ -43,16 +43,16 @@ Ints = npt.NDArray[np.int64]
 
 
 class Sink(Protocol):
-    """Where an index is written to."""
+    """A file-like object to which an index is written."""
 
     def write(self, data: bytes, /) -> object:
-        """Takes all of it."""
+        """Writes all of the data."""
 
 
 class MegatronIndex:
     """An index that is mapped, not read: opening costs the same for ten documents and for a billion.
 
-    Opening looks at the header, at the sizes of both files and at the two ends; `check` at everything.
+    Opening it checks the header, the sizes of both files and the two ends; `check` reads everything.
 
     Attributes:
         path: the `.idx` file.
@@ -61,7 +61,7 @@ class MegatronIndex:
         documents: number of documents.
 
     Raises:
-        ValueError: it is no such index, is cut short, or does not belong to the `.bin`.
+        ValueError: it is not such an index, is cut short, or does not belong to the `.bin`.
     """
 
     def __init__(self, path: Path, bin_bytes: int) -> None:
@@ -107,11 +107,12 @@ class MegatronIndex:
 
     @property
     def parts(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """What says where documents begin, for a fingerprint."""
+        """The bytes that determine where documents begin, for a fingerprint."""
         return self._pointers, self._firsts
 
     def edges(self, documents: Ints) -> Ints:
-        """The token with which each of these documents begins; for number `self.documents` the end of the last."""
+        """The index of the first token of each of these documents; for number `self.documents`, the end of the last
+        one."""
         firsts = self._firsts[documents]
         pointers = self._pointers[np.minimum(firsts, self._sequences - 1)]
         # The end of the last document has no pointer of its own: it is the end of the .bin.
@@ -159,7 +160,7 @@ class MegatronIndex:
 
 
 def write_index(file: Sink, dtype: np.dtype[Any], lengths: npt.NDArray[np.int32]) -> None:
-    """The index of documents that are one sequence each.
+    """Writes the index of documents that have one sequence each.
 
     Args:
         dtype: of the tokens.

@@ -1,7 +1,7 @@
-"""Several data sets in one stream, each with its share.
+"""Combines several data sets into one stream, each with its share.
 
-Which source a position has, and how many samples of it came before, is a function: no index array is built, and the
-state of a mixture is the position alone.
+The source of a position, and the number of earlier samples of that source, are functions of the position: no index
+array is built, and the position is the whole state of a mixture.
 
 Construction: the sources are the leaves of a Huffman tree over their weights. At a node whose two sides weigh a and b,
 the first m samples give floor(m * a / (a + b) + 1/2) to the left side: Bresenham's line. That number grows by 0 or 1
@@ -30,7 +30,7 @@ import xxhash
 from holdfast.data.order import SampleOrder
 
 VERSION = 1
-"""Of the order that a mixture gives; part of its fingerprint."""
+"""Version of a mixture's order; part of its fingerprint."""
 
 TOLERANCE = 1e-6
 _UNITS = 10**9
@@ -39,14 +39,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class StreamOrder(Protocol):
-    """What stands at which position of an endless stream."""
+    """The order of an endless stream: the sample at each position."""
 
     def at_many(self, positions: npt.ArrayLike) -> Ints:
         """Sample numbers at these positions, in their shape."""
 
 
 class MixtureSource(Protocol):
-    """What a mixture is made of: a `TokenDataset`, another mixture, or anything like them."""
+    """A component of a mixture: a `TokenDataset`, another mixture, or an object with the same interface."""
 
     fingerprint: str
 
@@ -70,7 +70,8 @@ _Tree: TypeAlias = "_Node | int"  # a leaf is the number of its source
 class Mixture:
     """Data sets with weights: `holdfast.data.Mixture([(web, 0.7), (code, 0.2), (books, 0.1)])`.
 
-    Of any stretch from the start every source makes up its weight, to within two samples. Each source comes in its own
+    In the first n samples of the stream, for any n, every source has its weight's share to within two samples. Each
+    source comes in its own
     keyed permutation, epoch after epoch: no sample of a source is repeated before all of them came. Samples of
     different sources alternate evenly, so every global batch has the same composition.
 
@@ -82,8 +83,8 @@ class Mixture:
 
     Attributes:
         sources: the data sets.
-        weights: their weights, as they are kept: parts of 1, rounded to billionths.
-        seq_len: tokens per sample, if a source says it.
+        weights: their weights as stored: shares of 1, rounded to billionths.
+        seq_len: tokens per sample, if a source has this attribute.
 
     Raises:
         ValueError: no sources, a weight that is not above 0, weights that do not sum to 1, an empty source, or
@@ -101,7 +102,7 @@ class Mixture:
         self.seq_len = _common_length(self.sources)
 
     def __len__(self) -> int:
-        """Samples in all sources: how many numbers there are, not the length of an epoch."""
+        """Number of samples in all sources. This is the range of sample numbers, not the length of an epoch."""
         return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
@@ -150,21 +151,22 @@ class Mixture:
         return together
 
     def order(self, seed: int) -> MixtureOrder:
-        """The order that a run with this seed takes samples in."""
+        """The order in which a run with this seed takes samples."""
         return MixtureOrder(self, seed)
 
     def drawn(self, samples: int) -> list[int]:
-        """How many of the first so many samples of the stream are of each source."""
+        """How many of the first `samples` samples of the stream are from each source."""
         counts = [0] * len(self.sources)
         _share(self._tree, samples, counts)
         return counts
 
     def epochs(self, samples: int) -> list[float]:
-        """How often each source has come in the first so many samples of the stream: above 1 it repeats."""
+        """How often each source has been passed through in the first `samples` samples of the stream; above 1 it
+        repeats."""
         return [n / len(source) for n, source in zip(self.drawn(samples), self.sources, strict=True)]
 
     def summary(self, samples: int) -> str:
-        """What a run of so many samples takes from each source, a line for each; repeats are pointed out."""
+        """A line for each source with what a run of `samples` samples takes from it; repeats are pointed out."""
         lines = []
         for source, weight, drawn, epochs in zip(
             self.sources, self.weights, self.drawn(samples), self.epochs(samples), strict=True
@@ -184,7 +186,7 @@ class Mixture:
         return digest.hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """The fingerprint and what it is made of, as plain values, to be saved: see `check_fingerprint`."""
+        """The fingerprint and the values that it is made of, as plain values to be saved: see `check_fingerprint`."""
         sources = []
         for source, weight in zip(self.sources, self.weights, strict=True):
             own = source.identity() if hasattr(source, "identity") else {"fingerprint": source.fingerprint}
@@ -257,7 +259,7 @@ class MixtureOrder:
         return samples.reshape(asked.shape)
 
     def draws(self, positions: Ints) -> list[tuple[int, Ints, Ints]]:
-        """Who has which position: (source, rows of `positions`, how many samples of the source came before)."""
+        """Assigns positions to sources: (source, rows of `positions`, how many samples of the source came before)."""
         drawn: list[tuple[int, Ints, Ints]] = []
         open_ = [(self._mixture._tree, np.arange(len(positions)), positions)]
         while open_:
@@ -277,7 +279,8 @@ class MixtureOrder:
 
 
 def _left_of(node: _Node, count: Any) -> Any:
-    """How many of the first `count` samples at a node go left; whole turns first, so that 64 bits suffice."""
+    """How many of the first `count` samples at a node go to the left. Complete turns are computed first, so that 64
+    bits suffice."""
     # Multiplying `count` by the weight directly would overflow 64 bits: positions go to 2^62. Complete turns
     # give exactly left_weight each, so only the remainder is multiplied.
     turns, rest = count // node.weight, count % node.weight
@@ -321,8 +324,8 @@ def _checked_units(weights: list[float]) -> list[int]:
         raise ValueError(
             f"weight {number} of the mixture, {weights[number]:g}, is less than a billionth; remove the source"
         )
-    # Without it the same proportions, written as 0.5 or as 1/2 of other sums, would be other mixtures with
-    # other fingerprints.
+    # Without this, the same proportions written as 0.5, or as 1/2 of other sums, would be different mixtures
+    # with different fingerprints.
     common = math.gcd(*units)
     return [each // common for each in units]
 

@@ -1,4 +1,4 @@
-"""Which sample stands at which position of the training stream.
+"""Determines the sample at each position of the training stream.
 
 A job that can be resized or resumed anywhere needs an order that nobody has to store, replay or agree on.
 Here it is a function: a permutation of the samples per epoch, keyed by (seed, epoch), evaluated at one
@@ -131,7 +131,7 @@ class SampleOrder:
     ) -> npt.NDArray[np.int64]:
         """The samples of one micro-batch: positions p = step * global_batch + micro * micro_batch + j.
 
-        Whoever computes it, in whatever world size, gets the same samples. A global batch may straddle two
+        The result is the same in every process and for every world size. A global batch may straddle two
         epochs; nothing is dropped or repeated at the seam.
 
         Args:

@@ -1,4 +1,4 @@
-"""How a file of tokens becomes samples: packed across documents, or one document after the other, padded."""
+"""Cuts a file of tokens into samples: packed across documents, or one document after the other with padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pair: TypeAlias = tuple[Ints, Ints]
 
 
 class Packed:
-    """Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, whatever documents that touches."""
+    """Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, across the borders of documents."""
 
     def __init__(self, file: TokenFile, seq_len: int) -> None:
         self._file, self._tokens, self._seq_len = file, file.tokens, seq_len
@@ -34,7 +34,7 @@ class Packed:
         return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
 
     def read_ahead(self, ids: Ints) -> None:
-        """These samples will be taken soon."""
+        """Advises the kernel that these samples will be read soon."""
         for sample in ids.tolist():
             self._file.read_ahead(sample * self._seq_len, (sample + 1) * self._seq_len + 1)
 
@@ -50,7 +50,7 @@ class Packed:
 class Padded:
     """A document of n tokens is ceil((n - 1) / seq_len) samples, the last one padded.
 
-    Which document a sample is of is found in two steps: a search in the samples before every 64th document (8 bytes
+    The document of a sample is found in two steps: a search in the samples before every 64th document (8 bytes
     for 64 documents, counted once at opening), and a count over the 64, whose edges are read from the index. So
     the memory of ten million documents is 1.25 MB for each process, and the rest is shared in the page cache.
     """
@@ -71,7 +71,7 @@ class Padded:
         return tokens, labels
 
     def _count(self) -> Ints:
-        """Samples before every block of documents, and of all: shape [blocks + 1]."""
+        """Number of samples before each block of documents, and in total: shape [blocks + 1]."""
         blocks = -(-self._index.documents // _BLOCK)
         counts = np.zeros(blocks + 1, np.int64)
         for low in range(0, blocks, _BLOCKS_AT_ONCE):
@@ -90,7 +90,7 @@ class Padded:
         return np.cumsum(counts)
 
     def _find(self, ids: Ints) -> Pair:
-        """Where each sample begins and ends in the tokens; the last token is only a label."""
+        """The positions of the first and the last token of each sample; the last token is only a label."""
         # side="right" with -1 finds the last block that begins at or before the sample, and passes over
         # blocks without any sample.
         blocks = np.searchsorted(self._before, ids, side="right") - 1

@@ -1,9 +1,9 @@
 """A bounded buffer of micro-batches that are made before they are needed.
 
-Its keys are (step, micro-batch): nothing in it depends on rank or world size, so after a resize, or when a step is
-tried again, only micro-batches are made that this worker's new share lacks.
+Its keys are (step, micro-batch). Nothing in it depends on rank or world size, so after a resize, or when a step is
+retried, only those micro-batches are made that this worker's new share lacks.
 
-Only the training thread touches it. What runs meanwhile are the futures in it.
+Only the training thread accesses the buffer. The futures in it run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from itertools import islice
 
 Key = tuple[int, int]
-"""Step, and number of the micro-batch in it."""
+"""The step, and the number of the micro-batch in it."""
 
 MOST_MICRO_BATCHES = 256
 
@@ -22,11 +22,11 @@ class PrefetchBuffer:
     """Packed micro-batches, each a future, in the order in which the worker will need them.
 
     Args:
-        make: begins to make one.
+        make: submits one to be made.
         until: the step before which training ends.
-        steps: how many steps' share is made ahead.
+        steps: for how many steps the worker's share is made ahead.
         at_least: micro-batches ahead, however small the share; enough to keep every process busy.
-        most_bytes: of what is kept. The next micro-batch is always allowed.
+        most_bytes: limit on the memory of the buffer. The next micro-batch is always allowed.
     """
 
     def __init__(
@@ -38,13 +38,14 @@ class PrefetchBuffer:
         self._step, self._micros, self._taken = 0, range(0), 0
         self._entries: dict[Key, Future[bytes]] = {}
         self._nbytes = 0
-        """Of the largest micro-batch so far."""
+        """Size of the largest micro-batch so far."""
 
     def aim(self, step: int, micros: range) -> None:
-        """From now on this worker's share is `micros`, and `step` is the next one. What was made of it stays."""
+        """Sets the next step and, from there on, this worker's share. Micro-batches of the share that are there already
+        are kept."""
         self._step, self._micros, self._taken = step, micros, 0
-        # Keys hold neither rank nor world size, so after a resize whatever lies in the new share is still
-        # right and stays.
+        # Keys contain neither rank nor world size, so after a resize the entries that lie in the new share
+        # are still right and are kept.
         self._keep({key for key in self._entries if key[0] >= step and key[1] in micros})
         self._top_up()
 
@@ -56,7 +57,7 @@ class PrefetchBuffer:
         future = self._entries.get(key)
         if future is None:
             future = self._entries[key] = self._make(key)
-        # What is taken out of turn, as in a retry of an older step, must not move the mark: the buffer would
+        # Taking one out of turn, as in a retry of an older step, must not move the mark: the buffer would
         # believe that everything before it was used, and prefetch too far ahead.
         if step == self._step and micro in self._micros:
             self._taken = self._micros.index(micro) + 1
@@ -64,26 +65,27 @@ class PrefetchBuffer:
         return future
 
     def forget(self) -> None:
-        """Nothing is kept any more."""
+        """Discards everything."""
         self._keep(set())
 
     def keep_made(self) -> None:
-        """What could not be made is tried anew when it is needed, and so is what may be about to fail likewise."""
+        """Keeps only micro-batches that were made. Those that failed, and those under way that may fail likewise, are
+        made again when they are needed."""
         self._keep({key for key, future in self._entries.items() if _made(future)})
 
     @property
     def keys(self) -> set[Key]:
-        """What is there or being made."""
+        """Micro-batches that are there or being made."""
         return set(self._entries)
 
     def _keep(self, keys: set[Key]) -> None:
-        # `cancel` stops only what no process has begun. The rest is made for nothing, which is bounded by the
-        # number of processes.
+        # `cancel` only stops tasks that no process has begun. The others run to no purpose, at most one per
+        # process.
         for key in [k for k in self._entries if k not in keys]:
             self._entries.pop(key).cancel()
 
     def _wanted(self) -> Iterator[Key]:
-        """What comes next, as far ahead as it is made."""
+        """The next micro-batches, as many as are made ahead."""
         share = len(self._micros)
         count = min(max(self._steps * share, self._at_least), MOST_MICRO_BATCHES) if share else 0
         return islice(self._coming(), count)

@@ -1,4 +1,4 @@
-"""A ledger of samples: which ones every committed step was trained on, as the workers were given them.
+"""A ledger of samples: those that every committed step was trained on, as the workers received them.
 
 With it a run can prove that every sample came exactly once per epoch, through kills and resizes. Each process writes a
 file of its own, one line of JSON at a time:
@@ -10,17 +10,18 @@ file of its own, one line of JSON at a time:
 g is the generation, s the step, p its first position in the data, m the micro-batches of this worker. Every launch of a
 job counts its generations from 1, and no two launches overlap.
 
-A worker may be killed between any two instructions, so one line proves nothing. A step counts if some worker says that
+A worker may be killed between any two instructions, so one line proves nothing. A step counts if some worker recorded that
 it was committed in generation g, and no later generation computed that step or an earlier one: then the commit was lost
-with the workers that knew of it. What it was trained on is what all workers of generation g wrote before the last part
+with the workers that knew of it. Its samples are those that all workers of generation g wrote before the last part
 of their gradient went out; nobody can commit without that part. (Before the vote would be too late: the others may
 commit with the whole gradient of a worker that died on its way to the vote.) A step that is tried again in its
 generation is written again; the last line of a process counts. Lines survive the process that wrote them, not the power
 failure of the machine.
 
-The record can be read while the job trains. Each line is written after all that it stands on: a commit after what all
-workers computed of the step, and what is computed of a step after somebody's commit of the one before it. So the sizes of
-all files are taken first, and everything is read after that. The commits below those sizes rest on lines that are all read.
+The record can be read while the job trains. Each line is written after all lines that it depends on: a commit after the
+lines of all workers that computed the step, and a line for a computed step after some worker's commit of the step
+before it. So the sizes of all files are taken first, and everything is read after that. All lines on which the commits
+within those sizes depend are then read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 SUFFIX = ".samples"
 
 Generation = tuple[int, int]
-"""When the launch began, and its own number of the generation."""
+"""When the launch began, and the launch's own number of the generation."""
 
 
 _Some = Annotated[int, msgspec.Meta(ge=1)]
@@ -70,11 +71,11 @@ class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class _Read(NamedTuple):
     process: int
-    """Number of the file."""
+    """Number of the process's file."""
     generation: Generation
     line: _Line
     is_first: bool
-    """It was there when the sizes were taken."""
+    """The line was in the file when the sizes were taken."""
 
 
 _heads = msgspec.json.Decoder(_Head)
@@ -96,9 +97,9 @@ class SampleLedger:
         """Begins a file.
 
         Args:
-            launch: the same in all workers of one launch of the job, and in no other.
-            samples: in the data set.
-            own_order: the data set says itself which sample comes when, so an epoch need not have each once.
+            launch: an identifier, the same in all workers of one launch of the job, and different in every other launch.
+            samples: number of samples in the data set.
+            own_order: the data set has an order of its own, so an epoch need not contain each sample once.
 
         Raises:
             UsageError: the folder cannot be written.
@@ -132,12 +133,13 @@ class SampleLedger:
     def giving(
         self, generation: int, step: int, position: int, given: Mapping[int, npt.NDArray[np.int64]]
     ) -> None:
-        """What this worker adds to the step. Raises OSError: then its gradient must not go out."""
+        """Records this worker's samples in the step. Raises OSError: then its gradient must not be sent."""
         ids = {micro: samples.tolist() for micro, samples in given.items()}
         self._write(_Line(generation, step, position, ids))
 
     def committed(self, generation: int, step: int) -> None:
-        """The step counts. The update is done, so an error is told and does not stop anybody."""
+        """Records that the step is committed. The update is already done, so an error is logged and does not stop
+        training."""
         try:
             self._write(_Line(generation, step))
         except OSError as error:
@@ -156,26 +158,26 @@ class SampleLedger:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReport:
-    """What a job was trained on."""
+    """The samples that a job was trained on."""
 
     samples: int
-    """In the data set."""
+    """Number of samples in the data set."""
     steps: int
-    """Committed ones."""
+    """Number of committed steps."""
     epochs: dict[int, Counter[int]] = field(default_factory=dict)
-    """Epoch to how often each sample came in it."""
+    """Epoch to how often each sample was used in it."""
     job: str = ""
-    """Whose record it is."""
+    """The job whose record it is."""
     own_order: bool = False
-    """The data set says itself which sample comes when, as a mixture does by its weights: then a sample may be repeated."""
+    """The data set has an order of its own, as a mixture has by its weights: then samples may repeat."""
 
     def repeated(self) -> dict[int, list[int]]:
-        """Epoch to the samples that came more than once in it; empty if none did."""
+        """Epoch to the samples that were used more than once in it; empty if there are none."""
         repeated = {e: sorted(i for i, n in seen.items() if n > 1) for e, seen in self.epochs.items()}
         return {epoch: ids for epoch, ids in repeated.items() if ids}
 
     def missing(self, epoch: int) -> int:
-        """How many samples of the epoch did not come; 0 for every epoch but the last one begun."""
+        """Number of samples of the epoch that were not used; 0 for every epoch but the last one begun."""
         return self.samples - len(self.epochs.get(epoch, ()))
 
 
@@ -187,16 +189,18 @@ def files_of(*folders: str | os.PathLike[str]) -> list[Path]:
 def check(
     *folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda nbytes: None
 ) -> SampleReport:
-    """Reads the ledgers of all workers of one job. While it trains: up to a step that was committed as this began.
+    """Reads the ledgers of all workers of one job. While the job trains, the report covers the steps that were
+    committed when the call began.
 
     Args:
-        seen: is told of bytes as they are read.
+        seen: called with the number of bytes that were read.
 
     Raises:
         DataError: a committed step lacks a micro-batch, has one twice, or is missing itself; or a file is damaged.
-        UsageError: no ledger is there, or those of several jobs.
+        UsageError: there is no ledger, or there are those of several jobs.
     """
-    # All sizes before the first byte, and the files are listed anew after that: see the module.
+    # All sizes are taken before the first byte is read, and the files are listed again after that: see the
+    # module.
     sizes = {path: path.stat().st_size for path in files_of(*folders)}
     files = [_read(path, sizes.get(path, 0), seen) for path in files_of(*folders)]
     heads = [head for head, _, _ in filter(None, files)]
@@ -238,14 +242,14 @@ def check(
 
 
 def _read(path: Path, size: int, seen: Callable[[int], None]) -> tuple[_Head, list[_Line], int] | None:
-    """A file's lines, and how many of them are within its first `size` bytes; a last line that its process did not finish
-    writing is left out."""
+    """The lines of a file, and how many of them are within its first `size` bytes. A last line that its process did not
+    finish writing is left out."""
     content = path.read_bytes()
     seen(len(content))
-    # Whatever follows the last newline was not finished. Its step is either not committed or claimed by
+    # Bytes after the last newline are an unfinished line. Its step is either not committed, or recorded by
     # another worker too.
     head, *following = content.split(b"\n")[:-1] or [b""]
-    # A process that was killed before its first line was complete has trained on nothing, so its file says
+    # A process that was killed before its first line was complete has not trained, so its file contributes
     # nothing.
     if not head:
         return None
@@ -263,11 +267,11 @@ def _read(path: Path, size: int, seen: Callable[[int], None]) -> tuple[_Head, li
 
 
 def _committed(lines: list[_Read]) -> Iterator[tuple[int, list[_Line]]]:
-    """Every step that counts, and what its workers wrote of it."""
+    """Every step that counts, and the lines of its workers."""
     computed: dict[tuple[Generation, int], dict[int, _Line]] = {}
-    first: dict[Generation, int] = {}  # to the first step that it computed
+    first: dict[Generation, int] = {}  # the first step that it computed
     claims: set[tuple[int, Generation]] = set()
-    settled: dict[Generation, int] = {}  # to the newest step that it had committed when the sizes were taken
+    settled: dict[Generation, int] = {}  # the newest step that it had committed when the sizes were taken
     for process, generation, line, is_first in lines:
         # Of several lines of a process for one step of one generation the last counts: the step was tried
         # again, and only the last attempt's gradient was used.
@@ -285,8 +289,8 @@ def _committed(lines: list[_Read]) -> Iterator[tuple[int, list[_Line]]]:
     redone = {g: min((s for later, s in first.items() if later > g), default=None) for g in generations}
     claimed: dict[int, Generation] = {}
     for step, generation in claims:
-        # A commit that came after the sizes may rest on a line that is not read, unless it is one that a later
-        # commit stood on which was there.
+        # A commit that came after the sizes may depend on a line that is not read, unless a later commit was
+        # already there that depends on this one.
         if step <= reach[generation]:
             claimed[step] = max(generation, claimed.get(step, generation))
     for step, generation in sorted(claimed.items()):
@@ -311,7 +315,7 @@ def _seen(step: int, parts: list[_Line], counts: set[int], samples: int) -> Iter
 
 
 def _cuts(begin: int, count: int, samples: int) -> Iterator[tuple[int, int]]:
-    """A micro-batch cut where an epoch ends."""
+    """Splits a micro-batch where an epoch ends."""
     low = 0
     while low < count:
         high = min(count, low + samples - (begin + low) % samples)

@@ -1,4 +1,4 @@
-"""Randomness keyed by what is computed, never by who computes it: (seed, step, micro-batch)."""
+"""Seeds that depend on what is computed, and never on the process that computes it: (seed, step, micro-batch)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-_LOADING = 0x6C6F6164  # keeps a sample's augmentation apart from the forward pass's dropout
+_LOADING = 0x6C6F6164  # separates a sample's augmentation from the dropout of the forward pass
 
 
 def micro_seed(seed: int, step: int, micro: int) -> int:
-    """Seed of the randomness inside a micro-batch: free of rank and world size (splitmix64 steps)."""
+    """Seed of the randomness inside a micro-batch, independent of rank and world size (splitmix64 steps)."""
     word = seed & _MASK
     for part in (step, micro):
         # Step and micro are mixed in one after the other, each through the complete mixer. Adding them first
@@ -27,13 +27,13 @@ def micro_seed(seed: int, step: int, micro: int) -> int:
 
 
 def loading_seed(seed: int, step: int, micro: int) -> int:
-    """Seed of what the dataset draws while it makes a micro-batch."""
+    """Seed of the random numbers that the dataset draws while it makes a micro-batch."""
     return micro_seed(seed ^ _LOADING, step, micro)
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """What is drawn or seeded inside leaves the global generators of Python, numpy and torch's CPU as they were."""
+    """Restores the global generators of Python, numpy and torch's CPU at the end, whatever was drawn or seeded inside."""
     python, array, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

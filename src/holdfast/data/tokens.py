@@ -31,8 +31,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     **Packed** documents: sample i of a file is `file[i * seq_len : (i + 1) * seq_len + 1]`; its first `seq_len`
     tokens are the input, its last `seq_len` the labels. Neighbouring samples share one token, so every token but
-    the first is a label exactly once. Tokens after the last whole sample are left out. Several files are cut
-    each for itself.
+    the first is a label exactly once. Tokens after the last whole sample are left out. Each of several files is cut separately.
 
     **Padded** documents (of Megatron's files, which say where documents begin): no sample holds tokens of two. A
     document longer than `seq_len` is several samples, the last of each is padded, and the labels of padding are
@@ -46,7 +45,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         path: a file, a prefix of `.bin` and `.idx`, or a list of these: one data set, file after file. Known are
             Megatron's `.bin` and `.idx`, `.npy` with a 1-D array, and any other file as raw integers.
         seq_len: tokens per sample, at least 1.
-        dtype: what raw files hold, one of TOKEN_DTYPES. The others say this themselves and must agree.
+        dtype: the dtype of raw files, one of TOKEN_DTYPES. Other files have their own, which must be equal.
         documents: "packed" or "padded".
         pad_token: the input token of padding.
 
@@ -149,7 +148,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
     def read_ahead(self, ids: npt.NDArray[np.int64]) -> None:
-        """These samples will be asked for soon. Documents that are padded are not read ahead."""
+        """Advises the kernel that these samples will be read soon. Padded documents are not read ahead."""
         of = np.searchsorted(self._firsts, ids, side="right") - 1
         for number, cut in enumerate(self._cuts):
             if isinstance(cut, Packed):
@@ -157,7 +156,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that tell one data set from another: resume checks that the data is still the same.
+        """16 hex digits that identify the data set: resuming checks that the data is still the same.
 
         XXH3-64 over `seq_len`, how documents are cut, and the probes of every file (see `TokenFile.probes`): cheap
         at any size, independent of the files' paths and formats.
@@ -172,7 +171,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return digest.hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """The fingerprint and what it is made of, as plain values, to be saved: see `check_fingerprint`."""
+        """The fingerprint and the values that it is made of, as plain values to be saved: see `check_fingerprint`."""
         _, _, documents, pad_token = self._asked
         return {
             "fingerprint": self.fingerprint,
@@ -192,8 +191,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By what it was asked for: a pickled mapping would copy the file into each worker of a data loader, a
-        # terabyte at a time.
+        # Pickled as the arguments of its constructor: a pickled mapping would copy the file into each worker
+        # of a data loader, a terabyte at a time.
         return _open, (self._asked, self.seq_len)
 
     def _cut(self, file: TokenFile) -> Packed | Padded:

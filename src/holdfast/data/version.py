@@ -1,4 +1,4 @@
-"""Which version of a remote file there is: the cache compares it, and fetching refuses bytes of any other one."""
+"""The version of a remote file: the cache compares it, and a fetch refuses bytes of another one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import msgspec
 
 
 class Version(msgspec.Struct, frozen=True):
-    """What a remote file is now: it changes when the file does."""
+    """The present version of a remote file: it changes when the file does."""
 
     # Stores differ in what they offer: some have no e-tag, and web servers may have no exact time. All three
     # are compared, so any of them that changes shows a new version.
     size: int
-    """Bytes."""
+    """Size in bytes."""
     e_tag: str | None
-    """As the store gives it; None: it gives none."""
+    """The store's e-tag; None: the store has none."""
     modified: str
-    """As the store gives it; empty: it does not."""
+    """The store's modification time; empty: the store does not give one."""
 
 
 class RemoteFileChanged(Exception):
-    """The remote file is another one than when the fetch began."""
+    """The remote file has changed since the fetch began."""
