@@ -1,1 +1,1 @@
-"""What people look at: ledger, report, live view, pictures."""
+"""Output for people: lines of the ledger, the report, the live view, pictures."""

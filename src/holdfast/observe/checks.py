@@ -1,4 +1,4 @@
-"""Results of checks as a table, and in words while they are made."""
+"""Formats the results of checks: as a table, and as lines while the checks run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.protocol.health import CheckResult, Condition
 
 STYLES = {Condition.HEALTHY: "green", Condition.FAULTY: "bold red", Condition.UNKNOWN: "yellow"}
 ALL_ROWS_UP_TO = 4
-"""Of more nodes than these only what is not healthy has a row, and every node one line."""
+"""With more nodes than this, every node has one line, and only results that are not healthy have rows."""
 
 Results = Mapping[str, Sequence[CheckResult]]
 
 
 def checks_table(by_node: Results, conditions: Mapping[str, Condition]) -> Table:
-    """One row for every result, worst nodes first."""
+    """A table with one row for every result, worst nodes first."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("node", overflow="fold", max_width=16)
     table.add_column("check", overflow="fold", max_width=22)
@@ -43,24 +43,24 @@ def checks_table(by_node: Results, conditions: Mapping[str, Condition]) -> Table
                 _word(r.condition),
                 measured(r),
                 floor(r),
-                Text(told(r), style="dim"),
+                Text(notes(r), style="dim"),
             )
     return table
 
 
-def told(result: CheckResult) -> str:
-    """What there is to say beside the figures."""
+def notes(result: CheckResult) -> str:
+    """The text beside the figures: the other node, and the detail."""
     to = f"to {result.with_node}" if result.with_node else ""
     return "; ".join(filter(None, (to, result.detail)))
 
 
 def measured(result: CheckResult) -> str:
-    """The value, as people read it."""
+    """The measured value, with its unit."""
     return "" if result.value is None else figure(result.value, result.unit)
 
 
 def floor(result: CheckResult) -> str:
-    """What it must be at least, or at most."""
+    """The limit: at least, or at most, this."""
     if result.floor is None:
         return ""
     return ("≤ " if result.lower else "") + figure(result.floor, result.unit)

@@ -79,7 +79,8 @@ def draw_curve(
 
 
 def _mark(axes: Any, incident: IncidentView, end_s: float, over_steps: bool, row: int) -> None:
-    """A line where the fault struck, a dark band while nobody trained, a light one until full strength."""
+    """Marks an incident: a line where the fault occurred, a dark band while training stood still, a light one until
+    full strength."""
     began_s = incident.t_s
     at = incident.at_step if over_steps else began_s
     # Only scripts that report steps have a step for an incident.
@@ -104,7 +105,7 @@ def _mark(axes: Any, incident: IncidentView, end_s: float, over_steps: bool, row
 
 
 def _steps_above(axes: Any, steps: Sequence[Point]) -> None:
-    """A second axis on top: which step it was."""
+    """A second axis on top, with the step numbers."""
     above = axes.secondary_xaxis("top")
     count = min(8, len(steps))
     picked = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]

@@ -63,14 +63,14 @@ def board(view: JobView, rows: int = 40) -> RenderableType:
 
 
 def headline(view: JobView) -> Text:
-    """`first  training  step 80  loss 2.6190  4.9 steps/s  3 min 05 s left  2 of 2 workers`: within 80 columns, where the end is
-    cut. With fewer workers than wanted, these come first."""
-    word = job_word(view.phase, view.outcome)
+    """`first  training  step 80  loss 2.6190  4.9 steps/s  3 min 05 s left  2 of 2 workers`, cut at 80 columns. If
+    there are fewer workers than wanted, their number comes first."""
+    state = job_word(view.phase, view.outcome)
     workers, ended = f"  {view.world} of {view.target} workers", view.phase == "ended"
     short = view.world < view.target and not ended
     text = Text(overflow="ellipsis", no_wrap=True)
     text.append(f"{view.job} ", style="bold")
-    text.append(f" {word}", style=_STYLES.get(word, "yellow"))
+    text.append(f" {state}", style=_STYLES.get(state, "yellow"))
     if short:
         text.append(workers, style="yellow")
     text.append(f"  {step_words(view)}  loss {units.loss(view.loss)}")
@@ -84,15 +84,15 @@ def headline(view: JobView) -> Text:
 
 
 def step_words(view: JobView) -> str:
-    """`step 80`; where only the script knows where it went on after a restart, `95 steps computed`."""
+    """`step 80`; `95 steps computed` if only the script knows from which step it continued after a restart."""
     if view.step is None and view.steps.computed is not None:
         return f"{units.plural(view.steps.computed, 'step')} computed"
     return f"step {units.count(view.step)}"
 
 
 def remaining_words(view: JobView) -> str:
-    """`3 min 05 s left`, or `1,200 steps left` where nobody knows how long they take; empty where nothing is known. Short: a line
-    of progress has 80 columns."""
+    """`3 min 05 s left`, or `1,200 steps left` if the duration of a step is not known; empty if neither is known.
+    Short, because a line of progress has 80 columns."""
     left, eta_s = view.pace.left, view.pace.eta_s
     if left is None:
         return ""
@@ -102,7 +102,8 @@ def remaining_words(view: JobView) -> str:
 
 
 def saved_line(view: JobView) -> Text | None:
-    """`saved  step 120 in the memory of 2 nodes, 1.2 s ago; step 100 in /scratch/run, 0:45 ago`; None: nothing."""
+    """`saved  step 120 in the memory of 2 nodes, 1.2 s ago; step 100 in /scratch/run, 0:45 ago`; None: nothing was
+    saved."""
     parts = []
     if snapshot := view.saving.snapshot:
         nodes = units.plural(snapshot.nodes, "node")
@@ -142,7 +143,7 @@ def _written(tier: TierView) -> str:
 
 
 def job_word(phase: str, outcome: str | None) -> str:
-    """What the job is doing, in a word."""
+    """The state of the job in one word."""
     return str(outcome) if phase == "ended" else _JOB_WORDS.get(phase, phase)
 
 
@@ -161,9 +162,9 @@ def _people(view: JobView, rows: int) -> Table:
 
 
 def _lines(view: JobView) -> Iterable[tuple[str, str, str, str, str]]:
-    """Members by rank, then workers that wait, then nodes without any."""
-    # By rank, with those that have none at the end: a reader looks for the rank that a message named, and it
-    # stays in its place while generations change.
+    """Members by rank, then workers that wait, then nodes without workers."""
+    # By rank, with workers that have none at the end: a reader looks for the rank that a message named, and
+    # it stays in its place while generations change.
     workers = sorted(view.workers, key=lambda w: (w.rank is None, w.rank or 0, w.worker))
     for w in workers:
         rank = units.UNKNOWN if w.rank is None else str(w.rank)
@@ -178,11 +179,11 @@ def _lines(view: JobView) -> Iterable[tuple[str, str, str, str, str]]:
 
 
 def _worker_word(worker: WorkerRow) -> str:
-    word = _WORKER_WORDS.get(worker.state, worker.state)
+    state = _WORKER_WORDS.get(worker.state, worker.state)
     if worker.restored is not None:
         nbytes, total = worker.restored
-        word += f": {units.size(nbytes)} of {units.size(total)}"
-    return word
+        state += f": {units.size(nbytes)} of {units.size(total)}"
+    return state
 
 
 def _incidents(view: JobView) -> Table:
@@ -210,8 +211,9 @@ def _incidents(view: JobView) -> Table:
 
 
 def progress_line(spec: JobSpec, view: JobView | None) -> str:
-    """`step 80, loss 2.6190, 4.9 steps/s, 3 min 05 s left`: 56 columns, as `[holdfast]` and the time need 24 of a terminal's 80.
-    While the job starts or recovers, what it waits for; with fewer workers than wanted, how many."""
+    """`step 80, loss 2.6190, 4.9 steps/s, 3 min 05 s left`: 56 columns, because `[holdfast]` and the time take 24 of a
+    terminal's 80. While the job starts or recovers, what it waits for; with fewer workers than wanted, how many there
+    are."""
     if view is None or view.generation == 0:
         return _starting(spec, view)
     if view.phase == "gathering":
@@ -221,17 +223,17 @@ def progress_line(spec: JobSpec, view: JobView | None) -> str:
         return _restoring(fetching, view)
     if view.phase in ("running", "stopping") and not view.workers:
         return _last(view)
-    words = {"running": "", "breaking": "recovering: "}
+    prefixes = {"running": "", "breaking": "recovering: "}
     parts = [step_words(view), f"loss {units.loss(view.loss)}", units.rate(view.pace.steps_per_s)]
     if view.world < view.target:
         parts.append(f"{view.world} of {view.target} workers")
     if left := remaining_words(view):
         parts.append(left)
-    return words.get(view.phase, f"{view.phase}: ") + ", ".join(parts)
+    return prefixes.get(view.phase, f"{view.phase}: ") + ", ".join(parts)
 
 
 def _restoring(fetching: Sequence[WorkerRow], view: JobView) -> str:
-    """`1 of 3 workers fetches the state of step 80: 3.20 GB of 12.0 GB`: of the slowest."""
+    """`1 of 3 workers fetches the state of step 80: 3.20 GB of 12.0 GB`; the figures are those of the slowest worker."""
     # The slowest, because training continues only when all have the state.
     known = [w.restored for w in fetching if w.restored is not None]
     slowest = min(known, key=lambda r: r[0] / max(1, r[1]), default=None)
@@ -243,7 +245,7 @@ def _restoring(fetching: Sequence[WorkerRow], view: JobView) -> str:
 
 
 def _last(view: JobView) -> str:
-    """All workers are gone: what is left to do."""
+    """The line after all workers have left: the work that remains."""
     tiers = [t for t in view.saving.tiers if t.under_way is not None]
     line = "; ".join(f"saving step {units.count(t.under_way)} in {t.url}{_written(t)}" for t in tiers)
     return line or ("all steps are done" if view.phase == "running" else "all workers have ended")
@@ -261,5 +263,6 @@ def _starting(spec: JobSpec, view: JobView | None) -> str:
 
 def _ready(view: JobView) -> int:
     able = sum(w.state in ("ready", "parked", "member") for w in view.workers)
-    # Spares get ready too, and with them there may be more than the job wants: `5 of 4 are ready` would read as a fault.
+    # Spares become ready too, so there may be more ready workers than the job wants: `5 of 4 are ready` would
+    # read as a fault.
     return min(able, view.target)

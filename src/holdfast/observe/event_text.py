@@ -1,4 +1,5 @@
-"""A ledger's entries as lines for a person. The words are beside each event's struct, in `protocol.ledger`."""
+"""Formats a ledger's entries as lines for a person. The sentences are next to each event's struct, in
+`protocol.ledger`."""
 
 from __future__ import annotations
 
@@ -12,19 +13,21 @@ from holdfast.protocol.ledger import LINE_WIDTH
 from holdfast.protocol.units import clip_words
 
 LONG_CAUSE = 60
-"""Characters from which on a cause is not repeated."""
-_KIND = re.compile(r"[A-Z]\w+(?: in \w+)?")  # of an error: `ValueError in forward`
+"""From this length on, a cause is not repeated in full."""
+_KIND = re.compile(r"[A-Z]\w+(?: in \w+)?")  # the kind of an error: `ValueError in forward`
 
 
 def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = LINE_WIDTH) -> str:
-    """One line; '' for what is of no interest to a person. Its words take at most `width` characters, its paths are whole.
+    """One line; '' if the entry is of no interest to a person. Its text takes at most `width` characters, but paths are
+    never cut.
 
-    everything: routine events, and those without a sentence of their own, get a line too.
+    everything: routine events, and events without a sentence of their own, get a line too.
     """
     kind, fields = entry["kind"], entry["fields"]
     event = ledger.read(kind, fields)
     if event is None:
-        # A newer version wrote it, or an older one with other fields. Hiding it would hide what happened to the job.
+        # A newer version wrote it, or an older one with other fields. Omitting it would hide an event of the
+        # job.
         line = "" if _is_routine(kind) and not everything else _as_written(kind, fields)
     else:
         line = "" if event.ROUTINE and not everything else event.sentence()
@@ -33,8 +36,8 @@ def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = 
 
 
 class EventLines:
-    """Lines for somebody who reads them one after the other: a long cause is told whole once, and by its beginning after that.
-    One fault is the cause of several events, and of one in each worker."""
+    """Formats lines that are read one after the other: a long cause is given in full once, and after that by its
+    beginning only. One fault is the cause of several events, and of one in each worker."""
 
     def __init__(self) -> None:
         self._causes: set[str] = set()

@@ -1,4 +1,4 @@
-"""Goodput in words: what the wall time was spent on, and what of it cannot be known."""
+"""Formats goodput: what the wall time was spent on, and which part of it is not known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.protocol.phases import TimeClass
 
 LARGEST_SHOWN = 3
 LATELY_S = 60.0
-"""A job that is hardly older than the window needs no second share."""
+"""For a job that is hardly older than the window, the share within the window is not shown."""
 
 WORDS = {
     TimeClass.START: "until the job's first step",
@@ -42,11 +42,12 @@ WORDS = {
 }
 
 LARGE_LOSS = 0.1
-"""From this share of the wall time on, a loss that a setting mends is something to do."""
+"""From this share of the wall time on, a loss that a setting can reduce is listed as something to do."""
 LEAST_WALL_S = 60.0
-"""In a shorter time a single fault is a large share of it, and says nothing of the setting."""
-# In the order in which they are told where two are equally large. A class is here only if a setting of the job or a line of
-# the script makes it smaller: of others a person would read that time was lost, and could do nothing about it.
+"""In a shorter time a single fault is a large share, which says nothing about the setting."""
+# In the order in which equally large losses are listed. A class is here only if a setting of the job or a
+# line of the script makes it smaller: for other classes a person would read that time was lost, and could do
+# nothing about it.
 _MENDED_BY = {
     TimeClass.IDLE_DIVISION: (
         "workers wait in each step, because the micro-batches do not divide evenly among them. "
@@ -94,9 +95,10 @@ _MENDED_BY = {
 
 
 def losses(part: Mapping[str, Any], micro_batches: int | None = None) -> list[dict[str, Any]]:
-    """Large losses of wall time that a setting mends, the largest first: class, share, text, and how, a command or empty.
+    """Large losses of wall time that a setting can reduce, the largest first: class, share, text, and how, a command or
+    empty.
 
-    part: `wall_s` and `classes`, of the whole job or of its last hour. micro_batches: of a step, if known.
+    part: `wall_s` and `classes`, of the whole job or of its last hour. micro_batches: per step, if known.
     """
     wall_s = part.get("wall_s") or 0.0
     if wall_s < LEAST_WALL_S:
@@ -107,24 +109,24 @@ def losses(part: Mapping[str, Any], micro_batches: int | None = None) -> list[di
     for kind, share in sorted(large, key=lambda one: -one[1]):
         if share < LARGE_LOSS:
             break
-        words, how = _MENDED_BY[kind]
+        advice, how = _MENDED_BY[kind]
         if kind is TimeClass.IDLE_DIVISION and micro_batches:
-            words = words.replace("the micro-batches", f"{micro_batches} micro-batches", 1)
-            words += f": {_divisors(micro_batches)}"
-        text = f"{_name(kind)} takes {units.share(share)} of {units.seconds(wall_s)}: {words}."
+            advice = advice.replace("the micro-batches", f"{micro_batches} micro-batches", 1)
+            advice += f": {_divisors(micro_batches)}"
+        text = f"{_name(kind)} takes {units.share(share)} of {units.seconds(wall_s)}: {advice}."
         found.append({"class": kind.value, "share": round(share, 4), "text": text, "how": how})
     return found
 
 
 def _divisors(number: int, most: int = 8) -> str:
-    """`1, 2, 3, 6`; of many the largest."""
+    """`1, 2, 3, 6`; if there are many, the largest."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     found = sorted({*small, *(number // n for n in small)})
     return ", ".join(map(str, found)) if len(found) <= most else "…, " + ", ".join(map(str, found[-most:]))
 
 
 def goodput_words(goodput: Mapping[str, Any]) -> str:
-    """`85.8% of 93.2 s wall time`; where it is not known, what is, and why."""
+    """`85.8% of 93.2 s wall time`; if goodput is not known, the part that is known, and the reason."""
     if goodput.get("unknown") and goodput.get("wall_s") is None:
         return f"{units.UNKNOWN}: the record of an earlier start cannot be read"
     wall = f"{units.seconds(goodput.get('wall_s'))} wall time"
@@ -139,7 +141,7 @@ def goodput_words(goodput: Mapping[str, Any]) -> str:
 
 
 def _recent_words(goodput: Mapping[str, Any]) -> str:
-    """`, 91.2% of the last 60 min`, if the job is older than that and it is known."""
+    """`, 91.2% of the last 60 min`, if the job is older than that and the figure is known."""
     recent = goodput.get("recent") or {}
     if recent.get("share") is None or goodput["wall_s"] - recent["wall_s"] < LATELY_S:
         return ""
@@ -148,22 +150,22 @@ def _recent_words(goodput: Mapping[str, Any]) -> str:
 
 def goodput_line(goodput: Mapping[str, Any]) -> Text:
     """`goodput  85.8% of 93.2 s wall time; 6.10 s start, 4.20 s recomputed, 1.10 s restart`: the largest losses."""
-    # What a step took is no loss, also where only the script knows whether it did that step again.
+    # The time of steps is no loss, even if only the script knows whether it repeated them.
     lost = {k: s for k, s in goodput["classes"].items() if k not in ("productive", "computed")}
     largest = sorted(lost, key=lambda kind: -lost[kind])[:LARGEST_SHOWN]
     parts = ", ".join(f"{units.seconds(lost[kind])} {_name(kind)}" for kind in largest)
-    words = f"goodput  {goodput_words(goodput)}" + (f"; {parts}" if parts else "")
-    return Text(words, style="dim", overflow="ellipsis", no_wrap=True)
+    line = f"goodput  {goodput_words(goodput)}" + (f"; {parts}" if parts else "")
+    return Text(line, style="dim", overflow="ellipsis", no_wrap=True)
 
 
 def losses_lines(found: Sequence[Mapping[str, Any]]) -> Text:
-    """What `losses` found, as a report prints it."""
+    """The result of `losses`, as a report prints it."""
     lines = [one["text"] + (f" See `{one['how']}`." if one["how"] else "") for one in found]
     return Text("\n".join(f"to do  {line}" for line in lines))
 
 
 def goodput_table(goodput: Mapping[str, Any]) -> Table:
-    """Every class with its seconds and its share of the wall time."""
+    """A table of every class with its seconds and its share of the wall time."""
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,

@@ -1,4 +1,4 @@
-"""The report of one incident, from the ledger: what was seen, what was weighed, what was done, what it cost."""
+"""The report of one incident, from the ledger: what was observed, considered and done, and what it cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.protocol.ledger import FACTS, add_incident, phases_text
 Entry = Mapping[str, Any]
 
 COORDINATOR = "coordinator"
-"""The rung of an incident in which only the coordinator was lost, see `coordinator.kernel.incidents`."""
+"""The recovery action of an incident in which only the coordinator was lost, see `coordinator.kernel.incidents`."""
 RUNGS = {
     "spare": "workers of other nodes, which waited, took the places of those that were lost",
     "restart": "new workers were started on the same node",
@@ -21,18 +21,18 @@ RUNGS = {
     "retry in process": "the same workers went on, and no process was started",
     COORDINATOR: "another coordinator took over, and training went on meanwhile",
 }
-"""How an incident was repaired, by `IncidentFacts.rung`: what the word means."""
+"""How an incident was repaired, by `IncidentFacts.rung`: a description of each value."""
 INJECTED = "put in on purpose, by --fault or `holdfast fault`: no machine and no script is to blame"
 
 _OF_AN_INCIDENT = frozenset(
     f"incident-{what}" for what in ("opened", "joined", "explained", "resumed", "closed", "settled")
 )
 _BEGINS = frozenset({"started", "formed"})
-"""Of generations."""
+"""Events that begin a generation."""
 
 
 def incident_lines(number: int, entries: Sequence[Entry]) -> list[str]:
-    """Lines for a person. Empty: the ledger has no such incident."""
+    """The report as lines for a person. Empty: the ledger has no such incident."""
     mine = belonging(number, entries)
     opened = next((e for e in mine if e["kind"] == "incident-opened"), None)
     if opened is None:
@@ -40,21 +40,25 @@ def incident_lines(number: int, entries: Sequence[Entry]) -> list[str]:
     found: dict[int, dict[str, Any]] = {}
     for entry in mine:
         add_incident(found, entry["kind"], entry["fields"])
-    told = found[number]
+    incident = found[number]
     # An incident that is opened again reports the time of its newest disturbance. Its report begins at the
     # first.
-    began_s = opened["fields"]["t_s"] if told.get("earlier_stalls") else told["t_s"]
-    lines = [_headline(number, told), *([f"  injected: {INJECTED}"] if told.get("injected") else []), ""]
+    began_s = opened["fields"]["t_s"] if incident.get("earlier_stalls") else incident["t_s"]
+    lines = [
+        _headline(number, incident),
+        *([f"  injected: {INJECTED}"] if incident.get("injected") else []),
+        "",
+    ]
     lines += _seen(mine)
-    lines += _stood(told)
+    lines += _stood(incident)
     lines += _weighed(mine)
     lines += _happened(mine, began_s)
-    lines += _cost(told)
+    lines += _cost(incident)
     return lines
 
 
 def unheeded(entries: Sequence[Entry]) -> list[str]:
-    """Decisions about rules on trial, which are no incidents."""
+    """Decisions about rules on trial, which belong to no incident."""
     return [
         f"{units.clock(e['t_s'])}  {event_line(e, everything=True, width=1000)}"
         for e in entries
@@ -63,8 +67,8 @@ def unheeded(entries: Sequence[Entry]) -> list[str]:
 
 
 def belonging(number: int, entries: Sequence[Entry]) -> list[Entry]:
-    """The entries of an incident, in their order, found by what they name: its number, its workers, the generation that it struck,
-    the inspection that found it, the fault that was injected."""
+    """The entries that belong to an incident, in their order. They are found by what they name: its number, its
+    workers, the generation that it disturbed, the inspection that found it, the fault that was injected."""
     named = [e for e in entries if _names(e, number)]
     facts = [e["fields"] for e in named if e["kind"] in _OF_AN_INCIDENT]
     workers = {name for f in facts for name in f.get("workers") or []}
@@ -77,8 +81,9 @@ def belonging(number: int, entries: Sequence[Entry]) -> list[Entry]:
     def mine(entry: Entry) -> bool:
         kind, fields = entry["kind"], entry["fields"]
         in_it = during[entry["seq"]] in struck
-        # What names other incidents is theirs alone, but for the end of a generation, which several may have struck. A worker
-        # that is not restarted may fail again and again, of another incident each time.
+        # An entry that names other incidents belongs to them only, except for the end of a generation, which
+        # several incidents may have caused. A worker that is not restarted may fail repeatedly, each time in
+        # another incident.
         others = bool(fields.get("incidents"))
         return (
             _names(entry, number)
@@ -93,8 +98,8 @@ def belonging(number: int, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _generations(entries: Sequence[Entry]) -> dict[int, int]:
-    """By `seq` of an entry, that of the entry that began the generation in which it was written; 0: not among these. Their
-    numbers do not do: at another level they are counted anew."""
+    """For each entry's `seq`, the `seq` of the entry that began the generation in which it was written; 0: that one is
+    not among the entries. Numbers of generations would not do: at another level they are counted anew."""
     begun, during = 0, {}
     for entry in entries:
         if entry["kind"] in _BEGINS:
@@ -104,8 +109,9 @@ def _generations(entries: Sequence[Entry]) -> dict[int, int]:
 
 
 def _struck(named: Sequence[Entry], entries: Sequence[Entry], during: Mapping[int, int]) -> set[int]:
-    """The generations that an incident struck, as `_generations` knows them: that in which it was opened, and those that its later
-    facts name, where it struck again. Of an incident in which training went on there is none, whatever ends that generation later."""
+    """The generations that an incident disturbed, in the numbering of `_generations`: the one in which it was opened,
+    and those that its later facts name, if it occurred again. Empty for an incident during which training went on,
+    whatever ends that generation later."""
     begins = [e for e in entries if e["kind"] in _BEGINS]
     found = set()
     for entry in named:
@@ -122,14 +128,14 @@ def _struck(named: Sequence[Entry], entries: Sequence[Entry], during: Mapping[in
 
 
 def _newest_of_each_worker(entries: Sequence[Entry]) -> dict[str | None, int]:
-    """The newest incident that struck each worker: its process ends once, so its end is of no other."""
+    """The newest incident of each worker: a worker's process ends only once, so its end belongs to no other incident."""
     facts = [e["fields"] for e in entries if e["kind"] in _OF_AN_INCIDENT]
     return {name: f["id"] for f in sorted(facts, key=lambda f: f["id"]) for name in f.get("workers") or []}
 
 
 def _injections(facts: Sequence[Entry], entries: Sequence[Entry]) -> set[int]:
-    """`seq` of the injections that an incident is of. A fault may be injected again and again, into the same worker; an incident's
-    time is that of its own."""
+    """`seq` of the injections that caused an incident. A fault may be injected repeatedly into the same worker; the
+    incident's time is that of its own injection."""
     there = [e for e in entries if e["kind"] == "fault-injected"]
     found = set()
     for f in facts:
@@ -146,13 +152,13 @@ def _names(entry: Entry, number: int) -> bool:
     return fields.get("incident") == number or number in (fields.get("incidents") or ())
 
 
-def _headline(number: int, told: Entry) -> str:
-    where = [told["node"]] if told.get("node") else []
-    where += [f"rank {units.ranks(told['ranks'])}"] if told.get("ranks") else []
+def _headline(number: int, incident: Entry) -> str:
+    where = [incident["node"]] if incident.get("node") else []
+    where += [f"rank {units.ranks(incident['ranks'])}"] if incident.get("ranks") else []
     place = f" on {', '.join(where)}" if where else ""
-    injected = f" (injected: {told['fault']})" if told.get("injected") else ""
-    step = "" if told.get("at_step") is None else f", at step {told['at_step']}"
-    return f"Incident {number}{place}{step}: {told['cause']}{injected}"
+    injected = f" (injected: {incident['fault']})" if incident.get("injected") else ""
+    step = "" if incident.get("at_step") is None else f", at step {incident['at_step']}"
+    return f"Incident {number}{place}{step}: {incident['cause']}{injected}"
 
 
 def _seen(mine: Sequence[Entry]) -> list[str]:
@@ -176,15 +182,15 @@ def _seen(mine: Sequence[Entry]) -> list[str]:
     return ["What was seen:", *lines]
 
 
-def _stood(told: Entry) -> list[str]:
-    """Of a hang: where its ranks stood, as far as that is known."""
+def _stood(incident: Entry) -> list[str]:
+    """For a hang: where its ranks stood, as far as that is known."""
     lines = []
-    if (steps := told.get("stood_at_step")) is not None:
+    if (steps := incident.get("stood_at_step")) is not None:
         lines.append(f"  its ranks had done {units.plural(steps, 'optimizer step')} since the start")
-    if told.get("collective"):
-        lines.append(f"  they had not entered {told['collective']}, in which others waited")
-    if told.get("where"):
-        lines.append(f"  all ranks: {told['where']}")
+    if incident.get("collective"):
+        lines.append(f"  they had not entered {incident['collective']}, in which others waited")
+    if incident.get("where"):
+        lines.append(f"  all ranks: {incident['where']}")
     return ["", "Where the ranks were:", *lines] if lines else []
 
 
@@ -214,32 +220,32 @@ def _happened(entries: Sequence[Entry], began_s: float) -> list[str]:
     return ["", "What happened:", *lines] if lines else []
 
 
-def _cost(told: Entry) -> list[str]:
+def _cost(incident: Entry) -> list[str]:
     lines = ["", "What it cost:"]
-    if told.get("quiet"):
-        took = told.get("full_strength_s")
+    if incident.get("quiet"):
+        took = incident.get("full_strength_s")
         settled = f" The incident was settled after {units.seconds(took)}." if took is not None else ""
         return [*lines, f"  Nothing: training was not disturbed.{settled}"]
-    if before := told.get("earlier_stalls"):
-        stood = units.seconds(told["earlier_stall_s"])
+    if before := incident.get("earlier_stalls"):
+        stood = units.seconds(incident["earlier_stall_s"])
         lines.append(f"  training had stalled for {stood} before that, in {units.plural(before, 'stall')}")
-    if told.get("stall_s") is None:
+    if incident.get("stall_s") is None:
         return [*lines, "  Not known: no step was committed after it."]
-    lost = told.get("lost_steps")
+    lost = incident.get("lost_steps")
     again = "how many steps have to be repeated is not known"
     if lost is not None:
         again = f"{units.plural(lost, 'step')} to be repeated"
-    lines.append(f"  training stalled for {units.seconds(told['stall_s'])}; {again}")
-    if own := told.get("paused_s"):
+    lines.append(f"  training stalled for {units.seconds(incident['stall_s'])}; {again}")
+    if own := incident.get("paused_s"):
         lines.append(
             f"  not counting {units.seconds(own)} of the script's own work between two steps, which the fault did "
             "not cause"
         )
-    if told.get("full_strength_s") is not None:
-        rung = told.get("rung") or "by itself"
-        lines.append(f"  full strength after {units.seconds(told['full_strength_s'])} ({rung})")
-        if rung in RUNGS:
-            lines.append(f"    {rung}: {RUNGS[rung]}")
-    if known := phases_text(told):
+    if incident.get("full_strength_s") is not None:
+        action = incident.get("rung") or "by itself"
+        lines.append(f"  full strength after {units.seconds(incident['full_strength_s'])} ({action})")
+        if action in RUNGS:
+            lines.append(f"    {action}: {RUNGS[action]}")
+    if known := phases_text(incident):
         lines.append(f"  of which {known}")
     return lines

@@ -13,11 +13,12 @@ MODIFIED, CREATED = 0x2, 0x100
 _IN_NONBLOCK = 0o4000
 _BLOCK_BYTES = 1 << 16
 WITHOUT_S = 0.5
-"""The period of `changed` where the kernel has no inotify instance left for this user (128 by default), in seconds."""
+"""How often `changed` is called, in seconds, if the kernel has no inotify instance left for this user (the limit is 128
+by default)."""
 
 
 class Inotify:
-    """Calls `changed` when a watched file, or a file of a watched folder, changed."""
+    """Calls `changed` when a watched file, or a file in a watched folder, changed."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         """Raises OSError when the kernel has no inotify at all."""
@@ -29,7 +30,8 @@ class Inotify:
             asyncio.get_running_loop().add_reader(self._fd, self._woken)
             return
         number = ctypes.get_errno()
-        # No instance left is no reason to fail: an IDE of the same user may hold all of them. Then the files are polled.
+        # Running out of instances is no reason to fail: an IDE of the same user may hold all of them. The
+        # files are polled then.
         if number != errno.EMFILE:
             raise OSError(number, f"inotify: {os.strerror(number)}")
         self._timer = asyncio.get_running_loop().call_later(WITHOUT_S, self._look)
@@ -48,8 +50,8 @@ class Inotify:
         self._changed()
 
     def _woken(self) -> None:
-        # Which files changed is of no interest: `changed` looks at all of them. Reading only clears the events, so that the
-        # event loop does not wake at once again.
+        # It does not matter which files changed: `changed` looks at all of them. The events are only read to
+        # clear them, so that the event loop does not wake up again at once.
         try:
             os.read(self._fd, _BLOCK_BYTES)
         except BlockingIOError:

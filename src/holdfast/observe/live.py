@@ -1,5 +1,5 @@
-"""The job as it runs: on a terminal, where events scroll by and the present state stays below them, and as plain lines, for logs,
-pipes and `--no-ui`."""
+"""Shows the job as it runs: on a terminal, where events scroll by and the present state stays below them; and as plain
+lines, for logs, pipes and `--no-ui`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.protocol.units import clip, clock
 
 WIDTH, STAMP_WIDTH = 100, 12
 FIXED_ROWS = 12
-"""Rows of a terminal that are not for ranks: headers, incidents, and some of what scrolls by."""
+"""Rows of a terminal that are not for ranks: headers, incidents, and some room for lines that scroll by."""
 
 _EVENT_STYLES = {
     "incident-opened": "bold yellow",
@@ -41,7 +41,7 @@ _EVENT_STYLES = {
 
 
 def terminal(stream: TextIO) -> PrintableConsole | None:
-    """A console that can draw over itself; None when the stream is no such terminal."""
+    """A console that can redraw its output; None if the stream is not such a terminal."""
     console = PrintableConsole(file=stream)
     return console if console.is_terminal and not console.is_dumb_terminal else None
 
@@ -54,7 +54,7 @@ class LiveView:
         self._began_s = time.monotonic()
         self._view: JobView | None = None
         self._rest = b""
-        self._told = EventLines()
+        self._lines = EventLines()
         self._live = Live(
             get_renderable=self._picture,
             console=console,
@@ -70,15 +70,15 @@ class LiveView:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # `output` keeps a line until its end comes. The last thing that a script printed before it was
-        # killed often has none.
+        # `output` holds a line back until it is complete. The last line that a script printed before it was
+        # killed often is not.
         if self._rest:
             self.output(b"\n")
         self._live.stop()
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
-        line = self._told.line(entry, width=min(WIDTH, self._console.width) - STAMP_WIDTH)
+        line = self._lines.line(entry, width=min(WIDTH, self._console.width) - STAMP_WIDTH)
         if entry["kind"] == "ended" and self._view is not None:
             outcome = entry["fields"]["outcome"]
             self._view = msgspec.structs.replace(self._view, phase="ended", outcome=outcome)
@@ -94,11 +94,11 @@ class LiveView:
         self._live.refresh()
 
     def tick(self) -> None:
-        """Draws the picture again, because times in it have passed."""
+        """Redraws the picture, because times in it have advanced."""
         self._live.refresh()
 
     def output(self, data: bytes) -> None:
-        """What rank 0 printed: in complete lines on a terminal, unchanged elsewhere."""
+        """Shows the output of rank 0: in complete lines on a terminal, unchanged elsewhere."""
         # If stdout goes to a file while the view is on stderr, the bytes must reach it as the script wrote
         # them.
         if not sys.stdout.isatty():
@@ -107,17 +107,17 @@ class LiveView:
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # A progress bar rewrites its line after a carriage return. Only what stood there last is shown:
-            # the returns would move the cursor into the picture below.
+            # A progress bar rewrites its line after a carriage return. Only the last text of the line is
+            # shown: the returns would move the cursor into the picture below.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._console.print(Text.from_ansi(printable(text, colours=True)), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Something about the launcher itself."""
+        """Shows a message about the launcher itself."""
         self._console.print(Text(text, style="dim"), soft_wrap=True)
 
     def ended(self, report: JobReport) -> None:
-        """Prints the report, and last of all what went wrong."""
+        """Prints the report and, at the very end, the error if there was one."""
         print_report(report, self._job_dir, self._console.file)
 
     def _picture(self) -> RenderableType:
@@ -136,7 +136,7 @@ class LiveView:
 SILENCE_S = 2.0
 LONGEST_SILENCE_S = 30.0
 UNCUT = 100_000
-"""Characters of a line in a file: a log of the job is searched, and has room."""
+"""The longest line in a file: a log of the job is searched, and has room."""
 
 ENDING = "waiting for the last processes to end"
 
@@ -144,20 +144,20 @@ ENDING = "waiting for the last processes to end"
 class PlainView:
     """Writes one line for each event to stderr, and the progress after two silent seconds, then ever more rarely.
 
-    What rank 0 prints goes to stdout unchanged.
+    Output of rank 0 goes to stdout unchanged.
     """
 
     def __init__(self, spec: JobSpec, job_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._job_dir, self._clock = spec, job_dir, clock
-        self._last_s = self._heard_s = clock()
+        self._last_s = self._status_s = clock()
         self._silence_s = SILENCE_S
         self._view: JobView | None = None
         self._over = False
         self._printed = PrintableStream()
-        self._told = EventLines()
+        self._lines = EventLines()
 
     def __enter__(self) -> PlainView:
-        self._say(f"job {self._spec.name} in {self._job_dir}")
+        self._print(f"job {self._spec.name} in {self._job_dir}")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -165,55 +165,56 @@ class PlainView:
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
-        line = self._told.line(entry, width=LINE_WIDTH if sys.stderr.isatty() else UNCUT)
+        line = self._lines.line(entry, width=LINE_WIDTH if sys.stderr.isatty() else UNCUT)
         self._over = self._over or entry["kind"] == "ended"
         if line:
-            self._say(line, entry["t_s"])
+            self._print(line, entry["t_s"])
             self._silence_s = SILENCE_S
 
     def status(self, status: JobView) -> None:
         """The job as it is now."""
-        self._view, self._heard_s = status, self._clock()
+        self._view, self._status_s = status, self._clock()
         self.tick()
 
     def tick(self) -> None:
-        """Time passes: says something when nothing was said for a while."""
+        """Prints the progress if nothing was printed for a while."""
         now = self._clock()
         if now - self._last_s < self._silence_s:
             return
         line = ENDING if self._over else progress_line(self._spec, self._view)
-        self._say(clip(line, LINE_WIDTH), self._job_time(now))
-        # Ever more rarely: a log of a week that has a line each two seconds has nothing else in it.
+        self._print(clip(line, LINE_WIDTH), self._job_time(now))
+        # Ever more rarely: otherwise the log of a week would consist of little but a line every two seconds.
         self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
 
     def output(self, data: bytes) -> None:
-        """What rank 0 printed."""
+        """Writes the output of rank 0 to stdout."""
         # A file or a pipe gets the bytes as the script wrote them.
         if sys.stdout.isatty():
             sys.stdout.write(self._printed.feed(data))
         else:
             sys.stdout.buffer.write(data)
         sys.stdout.flush()
-        # What the script prints ends a silence, too: a script that logs every step needs no lines about its progress.
+        # The script's output ends a silence, too: a script that logs every step needs no lines about its
+        # progress.
         self._last_s = self._clock()
 
     def note(self, text: str) -> None:
-        """Something about the launcher itself."""
-        self._say(text, self._job_time(self._clock()))
+        """Prints a message about the launcher itself."""
+        self._print(text, self._job_time(self._clock()))
 
     def ended(self, report: JobReport) -> None:
-        """The report, and last of all what went wrong."""
+        """Prints the report and, at the very end, the error if there was one."""
         print_report(report, self._job_dir, sys.stderr)
 
     def _job_time(self, now: float) -> float | None:
-        """Seconds on the job's clock; unknown until the coordinator was heard."""
+        """Seconds on the job's clock; None until the coordinator has sent a status."""
         if self._view is None:
             return None
-        # The job's clock is the coordinator's, and goes on when that is replaced. This process measures only
-        # the time since it last heard of it.
-        return self._view.t_s + now - self._heard_s
+        # The job's clock is the coordinator's, and continues when the coordinator is replaced. This process
+        # measures only the time since the last status.
+        return self._view.t_s + now - self._status_s
 
-    def _say(self, text: str, t_s: float | None = None) -> None:
+    def _print(self, text: str, t_s: float | None = None) -> None:
         self._last_s = self._clock()
         stamp = "" if t_s is None else f"{t_s:8.2f} s  "
         sys.stderr.write(f"[holdfast] {stamp}{printable(text)}\n")

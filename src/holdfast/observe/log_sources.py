@@ -1,4 +1,4 @@
-"""Which log belongs to which rank and node, according to the ledger."""
+"""Finds the log of each rank and node in the ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.protocol.units import ranks
 
 
 class LogSources:
-    """Collects from the events, in their order, which logs to show.
+    """Collects from the events, taken in their order, the logs to show.
 
     Args:
         rank: shows every worker that ever had this rank.
@@ -37,14 +37,15 @@ class LogSources:
             self._members = list(fields["workers"])
             for rank, worker in enumerate(self._members):
                 self._held[worker] = rank
-                # A rank may have gone from worker to worker, and the one whose log explains the fault is
-                # usually not the one that has it now. So all that ever had it are kept, in their order.
+                # A rank may have moved from worker to worker, and the log that explains the fault usually is
+                # not that of the worker that has the rank now. So all workers that ever had it are kept, in
+                # their order.
                 holders = self._holders.setdefault(rank, [])
                 if worker not in holders:
                     holders.append(worker)
 
     def chosen(self) -> dict[Path, str]:
-        """The logs to show, each with its label, in the order of their beginning."""
+        """The logs to show, each with its label, in the order in which their workers got the rank."""
         if self._rank is not None:
             workers = self._holders.get(self._rank, [])
         elif self._node is not None:
@@ -54,7 +55,7 @@ class LogSources:
         return {self._logs[w]: self._label(w) for w in workers if w in self._logs}
 
     def placed(self, chosen: Mapping[Path, str]) -> list[tuple[str, Path, str]]:
-        """Those that `chosen` returned, each as its node, log and label."""
+        """The logs that `chosen` returned, each as its node, log and label."""
         nodes = {log: self._nodes[worker] for worker, log in self._logs.items()}
         return [(nodes[log], log, label) for log, label in chosen.items()]
 

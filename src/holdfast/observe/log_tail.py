@@ -1,4 +1,4 @@
-"""Log files as they grow, woken by inotify."""
+"""Follows log files as they grow, woken by inotify."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from holdfast.observe.inotify import CREATED, MODIFIED, Inotify
 
 _BLOCK_BYTES = 1 << 16
 LAST_BYTES = 8 << 20
-"""Of the last lines, and of one line: a log without line feeds may have gigabytes."""
+"""Limit on the bytes of the last lines, and of one line: a log without line feeds may have gigabytes."""
 Write = Callable[[str, bytes], None]
-"""Takes a file's label and complete lines of it."""
+"""Receives a file's label and complete lines of it."""
 NOTHING = -1
-"""Instead of a number of lines: of what a file has, none."""
+"""In place of a number of lines: none of the lines that the file already has."""
 
 
 def first_data(file: BinaryIO, at: int) -> int:
-    """The offset of the first byte at or after `at` that is on disk. Agents punch a hole over the oldest part of a log that is
-    larger than `--log-limit`, and a hole reads as zeros. Moves nothing."""
+    """The offset of the first byte at or after `at` that is on disk. Agents punch a hole over the oldest part of a log
+    that is larger than `--log-limit`, and a hole reads as zeros. Does not move the file's position."""
     try:
         number = file.fileno()
         before = os.lseek(number, 0, os.SEEK_CUR)
         try:
             return os.lseek(number, at, os.SEEK_DATA)
         finally:
-            os.lseek(number, before, os.SEEK_SET)  # the file's buffer counts on it
+            os.lseek(number, before, os.SEEK_SET)  # the file's buffer relies on its position
     except OSError:
-        return at  # nothing follows, or it is no file of a disk
+        return at  # nothing follows, or it is not a file on a disk
 
 
 def last_lines(file: BinaryIO, lines: int) -> Iterator[bytes]:
-    """The last lines of a file (0: all of it), in blocks: never more than LAST_BYTES in memory, nor of so many lines."""
-    # Backward in blocks, because a log may have gigabytes. The file is left at the end that was seen at the start, and not at
-    # its end now: what a worker appends meanwhile is read next, neither lost nor shown twice.
+    """The last `lines` lines of a file (0: all of it), in blocks. Keeps at most LAST_BYTES in memory, and returns no
+    more than that of a given number of lines."""
+    # Backward in blocks, because a log may have gigabytes. The file is left at the end that was seen at the
+    # start, and not at its end now: bytes that a worker appends meanwhile are read next, neither lost nor
+    # shown twice.
     end = at = file.seek(0, os.SEEK_END)
     if lines <= 0:
         yield from _between(file, 0, end)
@@ -53,7 +55,7 @@ def last_lines(file: BinaryIO, lines: int) -> Iterator[bytes]:
 
 
 def _between(file: BinaryIO, at: int, end: int) -> Iterator[bytes]:
-    """What is on disk between two offsets. The file is left at the second one."""
+    """The bytes between two offsets that are on disk. The file is left at the second one."""
     at = file.seek(first_data(file, at))
     while at < end and (block := file.read(min(_BLOCK_BYTES, end - at))):
         at += len(block)
@@ -62,26 +64,27 @@ def _between(file: BinaryIO, at: int, end: int) -> Iterator[bytes]:
 
 
 def appended(file: BinaryIO) -> Iterator[bytes]:
-    """What the file has after its position, in blocks, to the end that it has now. What a hole covers is passed over."""
+    """Yields the bytes after the file's position, in blocks, up to its present end. Holes are skipped."""
     end = os.fstat(file.fileno()).st_size
     return _between(file, file.tell(), end) if end > file.tell() else iter(())
 
 
 def last_said(line: bytes) -> bytes:
-    """What stands on a terminal after this line: of a progress bar, which writes it anew after each carriage return, the end."""
+    """The text that a terminal shows after this line: of a progress bar, which is rewritten after each carriage return,
+    the last part."""
     text = line.rstrip(b"\r\n")
     return text.rpartition(b"\r")[2] + (b"\n" if line.endswith(b"\n") else b"")
 
 
 class WholeLines:
-    """Cuts blocks at the ends of lines."""
+    """Splits blocks into complete lines."""
 
     def __init__(self) -> None:
         self.rest = b""
-        """The line that has no end yet."""
+        """The line that is not complete yet."""
 
     def take(self, block: bytes) -> bytes:
-        """The lines that are complete with this block, maybe none. One that is longer than LAST_BYTES is not waited for."""
+        """The lines that this block completes, possibly none. A line longer than LAST_BYTES is passed on unfinished."""
         whole, newline, self.rest = (self.rest + block).rpartition(b"\n")
         if not newline and len(self.rest) > LAST_BYTES:
             whole, self.rest = self.rest, b""
@@ -97,7 +100,7 @@ class _Followed:
 
 
 class Tail:
-    """Passes on what is appended to several files, including files that do not exist yet. Needs a running event loop."""
+    """Passes on the bytes appended to several files, including files that do not exist yet. Needs a running event loop."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -105,7 +108,7 @@ class Tail:
         self._followed: dict[Path, _Followed] = {}
 
     def add(self, path: Path, label: str, lines: int) -> None:
-        """Follows one more file, beginning with its last lines (0: with all of them; NOTHING: after them)."""
+        """Follows one more file, starting with its last `lines` lines (0: with all of them; NOTHING: after them)."""
         if path in self._followed:
             return
         # The folder and not the file: a worker's log is announced before the worker creates it.
@@ -114,7 +117,7 @@ class Tail:
         self._copy(path)
 
     def look(self) -> None:
-        """Looks at all files now. Inotify does not report what other machines write to a shared file system."""
+        """Reads all files now. Inotify does not report changes that other machines make on a shared file system."""
         self._changed()
 
     def _changed(self) -> None:

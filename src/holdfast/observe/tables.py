@@ -1,4 +1,4 @@
-"""The report as tables of at most 100 columns, and last of all, if the job failed, why and what to do."""
+"""The report as tables of at most 100 columns; if the job failed, the reason and what to do come last."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
 
 
 class PrintableConsole(Console):
-    """Rich's console: what it is given to print controls nothing, and what it says itself to the terminal stays."""
+    """Rich's console with a filter: text that it is given to print cannot control the terminal, while its own control
+    sequences are kept."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(s if s.control else Segment(printable(s.text), s.style) for s in buffer)
@@ -51,8 +52,8 @@ def print_report(report: JobReport, job_dir: Path, stream: IO[str], width: int =
             report_view(report, job_dir), crop=False
         )
         return
-    # Always of this width, and without the blanks that rich fills lines with: the same report is the same
-    # text in every file and pipe, whatever the terminal was.
+    # Always of this width, and without the trailing blanks that rich adds: the same report is the same text
+    # in every file and pipe, whatever the terminal was.
     text = io.StringIO()
     PrintableConsole(file=text, width=width).print(report_view(report, job_dir), crop=False)
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
@@ -87,9 +88,7 @@ def draw_report(report: JobReport, job_dir: Path, path: Path) -> None:
     )
     console.print(report_view(report, job_dir), crop=False)
     drawn = console.export_svg(title=f"holdfast report --job {job_dir.name}")
-    fonts = (
-        r"@font-face \{.*?\}\s*"  # would be loaded from a server of somebody's; any monospaced font will do
-    )
+    fonts = r"@font-face \{.*?\}\s*"  # from somebody's server; any monospaced font will do
     path.write_text(re.sub(fonts, "", drawn, flags=re.DOTALL), encoding="utf-8")
 
 
@@ -111,19 +110,20 @@ def report_view(report: JobReport, job_dir: Path) -> RenderableType:
     if report.outcome == "failed":
         parts += [Text(), closing(report, saved=report.saved is not None)]
     if report.outcome == "stopped":
-        # The outcome above says why.
+        # the outcome above says why
         parts += [Text(), Text(f"what now {going_on(report)}")]
     return Group(*parts)
 
 
 def _has_trained(report: JobReport) -> bool:
-    """A job that failed, or was stopped, before the first step of this start has nothing to show but why."""
+    """False if the job failed, or was stopped, before the first step of this start: there is nothing to show but the
+    reason."""
     done = report.steps is not None and report.steps.median_s is not None
     return report.outcome not in ("failed", "stopped") or done
 
 
 def _knows_steps(report: JobReport) -> bool:
-    """False: the script finished and told of none."""
+    """False: the script finished and reported no steps."""
     steps = report.steps
     if steps is None or report.outcome != "finished":
         return True
@@ -166,7 +166,7 @@ def _header(report: JobReport, job_dir: Path) -> Table:
 
 
 def _add_figures(table: Table, report: JobReport) -> None:
-    """What the steps came to."""
+    """Adds rows with the figures of the steps."""
     goodput = report.goodput or Goodput()
     if not _knows_steps(report):
         table.add_row("steps", "none: the script did not report steps to Holdfast")
@@ -180,8 +180,8 @@ def _add_figures(table: Table, report: JobReport) -> None:
     )
     table.add_row("goodput", goodput_words(msgspec.to_builtins(goodput)))
     if (together := report.all_starts) is not None:
-        words = goodput_words(msgspec.to_builtins(together))
-        table.add_row("", f"{words}, in all {together.starts} starts of the job")
+        share = goodput_words(msgspec.to_builtins(together))
+        table.add_row("", f"{share}, in all {together.starts} starts of the job")
         if together.between_s is not None:
             ettr = units.share(together.ettr)
             table.add_row(
@@ -199,7 +199,8 @@ def _add_figures(table: Table, report: JobReport) -> None:
 
 
 def _of(steps: ReportSteps) -> str:
-    """Where a script went on after a restart only it knows: what is known then is how much it did."""
+    """The steps of a script that alone knows from which step it continued after a restart: the only known figure is how
+    many it computed."""
     if steps.committed is not None or steps.computed is None:
         return ""
     return f" of {units.count(steps.computed)} computed"
@@ -219,10 +220,10 @@ def _kept(memory: InMemory, job: str) -> str:
 
 
 def _samples(samples: SamplesAnswer) -> str:
-    """Whether every sample came once, and when somebody looked."""
-    word = {True: "", False: "NOT ONCE: ", None: ""}[samples.once]
+    """Whether every sample was used once, and when that was last checked."""
+    warning = {True: "", False: "NOT ONCE: ", None: ""}[samples.once]
     when = f" (checked {samples.checked_utc[:19]} UTC)" if samples.checked_utc else ""
-    return f"{word}{samples.why}{when}"
+    return f"{warning}{samples.why}{when}"
 
 
 def _world(world: ReportWorld) -> str:
@@ -235,7 +236,7 @@ def _world(world: ReportWorld) -> str:
 
 
 def _idle(world: ReportWorld) -> str:
-    """What an uneven division cost, for each size that had one."""
+    """The cost of an uneven division, for each world size that had one."""
     if not world.idle:
         return ""
     shown = ", ".join(f"{units.share(share)} with {size}" for size, share in world.idle[-4:])
@@ -244,7 +245,8 @@ def _idle(world: ReportWorld) -> str:
 
 
 def _parameters(final: FinalState) -> RenderableType:
-    # Three answers and not two. Nobody compared, where the script ended at level 0, is not the same as equal.
+    # Three answers and not two. If nothing was compared, because the script ended at level 0, that is not the
+    # same as equal.
     equal = final.replicas_equal
     if equal is None:
         return units.UNKNOWN
@@ -254,7 +256,7 @@ def _parameters(final: FinalState) -> RenderableType:
 
 
 def _covered(final: FinalState) -> str:
-    """What was compared, and what was not."""
+    """Which parts of the state were compared, and which were not."""
     covered, left_out = final.covered, final.left_out
     if not covered:
         return ""
@@ -280,7 +282,7 @@ def _summary(incidents: Sequence[IncidentView]) -> str:
 
 
 def stood_s(incident: IncidentView) -> float | None:
-    """For how long training stood still for an incident in all."""
+    """How long training stood still for an incident in total."""
     last_s = incident.stall_s
     return last_s if not incident.earlier_stalls else (last_s or 0.0) + incident.earlier_stall_s
 
@@ -384,10 +386,10 @@ def _what(incident: IncidentView) -> Text:
 
 LAST_LINES = 15
 NO_ROOT_CAUSE = RootCauseView(cause="")
-# The first pattern that is found counts, so what is certain (a module is missing) stands before what is
-# likely (memory). The patterns read words that the core writes: of a reason (`membership/`) or of a cause
-# (`protocol/causes.py`). Whoever changes those words has to change these, or people get the advice for
-# nothing in particular.
+# The first pattern that is found counts, so certain causes (a missing module) stand before likely ones
+# (memory). The patterns match text that the core writes: of a reason (`membership/`) or of a cause
+# (`protocol/causes.py`). A change of that text needs a change here, or people get the advice for nothing in
+# particular.
 _ADVICE = (
     (
         r"No ?module named|ModuleNotFoundError|ImportError",
@@ -457,7 +459,8 @@ _GO_ON = "The same command with --job {job} continues from the newest saved step
 
 
 def closing(report: JobReport, saved: bool) -> RenderableType:
-    """What happened, where, and what to do, for the end of the output. `saved`: the job has a checkpoint to go on from."""
+    """What happened, where, and what to do, for the end of the output. `saved`: the job has a checkpoint from which it
+    can continue."""
     blame = report.blame or NO_ROOT_CAUSE
     reason = units.text(report.reason)
     traceback = blame.traceback.rstrip()
@@ -465,7 +468,7 @@ def closing(report: JobReport, saved: bool) -> RenderableType:
     lines = lines_of_the_script(traceback)
     if traceback and not lines:
         parts += [_as_is(traceback), Text()]
-    # A traceback says more than what its worker wrote before and after it.
+    # A traceback says more than the lines that its worker wrote before and after it.
     tail = [] if traceback else last_lines(blame.tail, traceback)
     if tail:
         parts += [Text("last lines", style="dim"), _as_is("\n".join(tail)), Text()]
@@ -487,7 +490,7 @@ def closing(report: JobReport, saved: bool) -> RenderableType:
 
 
 def going_on(report: JobReport) -> str:
-    """Of a job that was stopped before its last step: what of it is there, and how it goes on."""
+    """For a job that was stopped before its last step: what was saved, and how to continue."""
     again = f"the same command with --job {report.job}"
     saved, unsaved, memory = report.saved, report.unsaved, report.in_memory
     if unsaved is not None and memory is not None:
@@ -514,7 +517,7 @@ def going_on(report: JobReport) -> str:
 
 
 def place(blame: RootCauseView, report: JobReport) -> str:
-    """Which rank, which node and which step, as far as they are known."""
+    """The rank, the node and the step, as far as they are known."""
     rank, node, step = blame.rank, blame.node, blame.step
     who = "" if rank is None else f"rank {rank}"
     if node is not None:
@@ -527,8 +530,8 @@ def place(blame: RootCauseView, report: JobReport) -> str:
 
 
 def lines_of_the_script(traceback: str) -> list[str]:
-    """The lines that are neither a library's nor ours, outermost first, as `/home/a/train.py:12, in main` and below it the line
-    itself. The log has the others. Empty: there is none."""
+    """The lines of the script itself, without those of libraries and Holdfast, outermost first, as
+    `/home/a/train.py:12, in main` with the source line below it. The log has the others. Empty: there are none."""
     found: list[str] = []
     theirs = False
     for line in traceback.splitlines():
@@ -537,7 +540,7 @@ def lines_of_the_script(traceback: str) -> list[str]:
             if theirs:
                 found.append(f"{frame['path']}:{frame['line']}{frame['name'] or ''}")
         elif not line.startswith(" " * 4):
-            theirs = False  # the error itself, or between two of them
+            theirs = False  # the error itself, or between two frames
         elif theirs and line.strip(" ^~"):
             found.append(line)
     return found
@@ -559,7 +562,7 @@ def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
 def advice(reason: str, blame: RootCauseView) -> str:
     """What a person can do about it."""
     evidence = f"{blame.cause} {blame.traceback}"
-    for pattern, words in _ADVICE:
+    for pattern, text in _ADVICE:
         if re.search(pattern, reason) or re.search(pattern, evidence):
-            return words
+            return text
     return _DEFAULT_ADVICE

@@ -1,7 +1,8 @@
-"""Traces: ids made of what the ledger says, so that whoever makes them again makes the same ones; the phases of an incident as
-stretches of time; and a job as a Chrome trace, for https://ui.perfetto.dev, speedscope and chrome://tracing. Pure.
+"""Traces: ids derived from the ledger, so that every program derives the same ones; the phases of an incident as
+spans of time; and a job as a Chrome trace, for https://ui.perfetto.dev, speedscope and chrome://tracing. Pure.
 
-In a Chrome trace processes are the coordinator and the nodes; threads are incidents and slots. The format is the "Trace Event Format": times are in
+In a Chrome trace processes are the coordinator and the nodes; threads are incidents and slots. The format is the "Trace
+Event Format": times are in
 microseconds, here since the job's start.
 """
 
@@ -16,8 +17,8 @@ from holdfast.protocol.ledger import add_incident
 
 
 def trace_id(ledger: str, incident: int | str) -> str:
-    """32 hexadecimal digits. ledger: its name, which no other start of a job has. incident: its number; a text: of what else
-    has a trace."""
+    """32 hexadecimal digits. ledger: its name, which is different for every start of a job. incident: its number; a
+    text for something else that has a trace."""
     return _digest(ledger, str(incident))[:32]
 
 
@@ -41,7 +42,7 @@ Facts = Mapping[str, Any]
 
 
 class Span(NamedTuple):
-    """A stretch of time, in seconds since the job's start."""
+    """A span of time, in seconds since the job's start."""
 
     name: str
     begin_s: float
@@ -49,7 +50,7 @@ class Span(NamedTuple):
 
 
 def whole(facts: Facts) -> Span | None:
-    """From the fault to full strength, or as far as it came; None: not even its begin is known."""
+    """From the fault to full strength, or to the last known moment before that; None: not even the beginning is known."""
     began_s = facts.get("t_s")
     if began_s is None:
         return None
@@ -59,9 +60,9 @@ def whole(facts: Facts) -> Span | None:
 
 
 def phases(facts: Facts) -> list[Span]:
-    """Its phases in their order. None overlaps another, and all are within the whole.
+    """The phases of an incident, in their order. None overlaps another, and all are within the whole.
 
-    The ledger has durations, of which some run beside each other: a newcomer starts while it is decided. Each phase gets the
+    The ledger has durations, some of which overlap: a new worker starts while the decision is made. Each phase gets the
     part that comes after those before it.
     """
     span = whole(facts)
@@ -70,7 +71,7 @@ def phases(facts: Facts) -> list[Span]:
     detected_s = span.begin_s + (facts.get("detect_s") or 0.0)
     ends = [("detect", detected_s if facts.get("detect_s") is not None else None)]
     ends += [(n, _after(detected_s, facts.get(f"{n}_s"))) for n in ("decide", "replace")]
-    # From here on backward: the first step is what the ledger dates last.
+    # From here on backward: the first step after the recovery is the last event with a known time.
     if (step_s := facts.get("first_step_s")) is not None:
         joined_s = span.end_s - step_s
         restored = facts.get("restore_s")
@@ -94,15 +95,15 @@ Step = tuple[float, int]
 """When a step was committed, in seconds since the job's start, and by how many workers."""
 
 MOST = 150_000
-"""Events of the trace: about 30 MB. What is beyond them is counted in `otherData.left_out`."""
+"""Limit on the events of the trace: about 30 MB. The number of events beyond it is in `otherData.left_out`."""
 POINTS = 2_000
-"""Of the curve of steps per second."""
+"""Points of the curve of steps per second."""
 COORDINATOR, GENERATIONS, DECISIONS, INCIDENTS = 1, 1, 2, 10
-"""The coordinator's process and its threads; overlapping incidents have one thread each, from the last on."""
+"""The coordinator's process and its threads; overlapping incidents have a thread each, starting with the last of these."""
 FAULTS = 100_000
-"""A node's first thread beside those of its slots."""
+"""The first thread of a node after those of its slots."""
 SHORT_S = 0.001
-"""How long a fault looks whose detection took no time that is known."""
+"""How long a fault is drawn if the time of its detection is not known."""
 _DECISIONS = ("verdict", "formed", "restart", "resize", "asked", "storm", "blast-limit", "changed")
 
 
@@ -113,7 +114,7 @@ def chrome_trace(job: str, entries: Sequence[Entry], steps: Sequence[Step]) -> d
     made.thread(COORDINATOR, GENERATIONS, "generations")
     made.thread(COORDINATOR, DECISIONS, "decisions")
     end_s = max((e["t_s"] for e in entries), default=0.0)
-    # What explains comes first, so that it is there whatever the bound cuts off.
+    # Incidents and generations come first, because they explain the rest, and the limit cuts off the end.
     for number, node in enumerate(_nodes(entries), COORDINATOR + 1):
         made.pids[node] = number
         made.process(number, node, number)
@@ -155,7 +156,7 @@ class _Trace:
             self.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
 
     def lane(self, pid: int, first: int, name: str, begin_s: float, end_s: float) -> int:
-        """A thread, from `first` on, on which nothing is at this time. Called in the order of `begin_s`."""
+        """The first thread, from `first` on, that is free at this time. Called in the order of `begin_s`."""
         lanes = self._lanes.setdefault((pid, first), [])
         lane = next((i for i, free_s in enumerate(lanes) if free_s <= begin_s), len(lanes))
         # A slice just past the end appends, so a new lane needs no case of its own.
@@ -172,14 +173,14 @@ class _Trace:
         end_s: float,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """A stretch of time. One that begins within another of its thread must end within it."""
+        """Adds a span of time. One that begins within another span of its thread must end within it."""
         # Both ends are rounded, and not the duration: a part that is rounded by itself
         # could end after the whole.
         at = {"pid": pid, "tid": tid, "ts": _us(begin_s), "dur": max(0, _us(end_s) - _us(begin_s))}
         self.add({"ph": "X", "cat": "holdfast", "name": name, **at, "args": dict(args or {})})
 
     def flow(self, phase: str, number: int, pid: int, tid: int, at_s: float) -> None:
-        """phase: s, t or f. It belongs to the slice that is there at this moment."""
+        """phase: s, t or f. The arrow attaches to the slice that covers this moment."""
         ends = {"bp": "e"} if phase == "f" else {}
         at = {"pid": pid, "tid": tid, "ts": _us(at_s)}
         self.add({"ph": phase, "cat": "incident", "name": "incident", "id": number, **at, **ends})
@@ -194,7 +195,7 @@ def _us(seconds: float) -> int:
 
 
 def _nodes(entries: Iterable[Entry]) -> list[str]:
-    """In the order in which they came, those of one place together."""
+    """The nodes in the order in which they joined, grouped by place."""
     places = {
         e["fields"]["node"]: e["fields"].get("place") or "" for e in entries if e["kind"] == "node-joined"
     }
@@ -205,33 +206,34 @@ def _incidents(made: _Trace, entries: Iterable[Entry]) -> None:
     facts: dict[int, dict[str, Any]] = {}
     for entry in entries:
         add_incident(facts, entry["kind"], entry["fields"])
-    # By their begins, as `lane` needs it. By number, an incident that struck again would lie across another.
-    for number, told in sorted(facts.items(), key=lambda item: item[1].get("t_s") or 0.0):
-        span = whole(told)
+    # By their beginnings, as `lane` requires. By number, an incident that occurred again would overlap
+    # another.
+    for number, incident in sorted(facts.items(), key=lambda item: item[1].get("t_s") or 0.0):
+        span = whole(incident)
         if span is None:
             continue
         tid = made.lane(COORDINATOR, INCIDENTS, "incidents", span.begin_s, span.end_s)
         args = {
-            k: told.get(k) for k in ("cause", "node", "ranks", "rung", "lost_steps", "verdict", "at_step")
+            k: incident.get(k) for k in ("cause", "node", "ranks", "rung", "lost_steps", "verdict", "at_step")
         }
         made.slice(
-            COORDINATOR, tid, f"incident {number}: {told['cause']}"[:120], span.begin_s, span.end_s, args
+            COORDINATOR, tid, f"incident {number}: {incident['cause']}"[:120], span.begin_s, span.end_s, args
         )
-        parts = {p.name: p for p in phases(told)}
+        parts = {p.name: p for p in phases(incident)}
         for part in parts.values():
             made.slice(COORDINATOR, tid, part.name, part.begin_s, part.end_s)
-        _flow(made, number, told, tid, parts)
+        _flow(made, number, incident, tid, parts)
 
 
-def _flow(made: _Trace, number: int, told: Mapping[str, Any], tid: int, parts: Mapping[str, Any]) -> None:
+def _flow(made: _Trace, number: int, incident: Mapping[str, Any], tid: int, parts: Mapping[str, Any]) -> None:
     """An arrow from the fault on its node to the decision, and on to the first step."""
-    pid = made.pids.get(told.get("node") or "")
+    pid = made.pids.get(incident.get("node") or "")
     step = parts.get("first_step")
     if pid is not None:
-        begin_s = told["t_s"]
-        end_s = begin_s + max(told.get("detect_s") or 0.0, SHORT_S)
+        begin_s = incident["t_s"]
+        end_s = begin_s + max(incident.get("detect_s") or 0.0, SHORT_S)
         on = made.lane(pid, FAULTS, "faults", begin_s, end_s)
-        made.slice(pid, on, told.get("fault") or told["cause"][:80], begin_s, end_s)
+        made.slice(pid, on, incident.get("fault") or incident["cause"][:80], begin_s, end_s)
         if step is not None:
             made.flow("s", number, pid, on, begin_s)
             if (decide := parts.get("decide")) is not None:
@@ -240,7 +242,7 @@ def _flow(made: _Trace, number: int, told: Mapping[str, Any], tid: int, parts: M
 
 
 def _generations(made: _Trace, entries: Sequence[Entry], end_s: float) -> None:
-    """What trained from when to when, how many workers, and from which step on."""
+    """Adds the generations: from when to when each trained, with how many workers, and from which step on."""
     formed = [e for e in entries if e["kind"] in ("formed", "started")]
     for entry, until_s in zip(formed, _ends(formed, entries, end_s), strict=True):
         fields = entry["fields"]
@@ -248,13 +250,13 @@ def _generations(made: _Trace, entries: Sequence[Entry], end_s: float) -> None:
         name = f"generation {fields['generation']}"
         made.slice(COORDINATOR, GENERATIONS, name, entry["t_s"], until_s, args)
         made.counter("world size", entry["t_s"], fields["world"])
-        # Viewers draw a value on until the next one: without this the time between two generations
-        # would look trained.
+        # Viewers draw a value until the next one: without this, training would seem to continue between two
+        # generations.
         made.counter("world size", until_s, 0)
 
 
 def _ends(formed: Sequence[Entry], entries: Sequence[Entry], end_s: float) -> list[float]:
-    """When each generation ended: as it broke, at its planned end, or as the next one was formed."""
+    """When each generation ended: when it broke, at its planned end, or when the next one was formed."""
     broke = {e["fields"]["generation"]: e["t_s"] for e in entries if e["kind"] == "broke"}
     following = [e["t_s"] for e in formed[1:]] + [end_s]
     return [
@@ -268,8 +270,8 @@ def _decisions(made: _Trace, entries: Iterable[Entry]) -> None:
         if entry["kind"] in _DECISIONS:
             text = event_line(entry, everything=True, width=200)
             at = {"pid": COORDINATOR, "tid": DECISIONS, "ts": _us(entry["t_s"])}
-            told = {"text": text, "seq": entry["seq"]}
-            made.add({"ph": "i", "cat": "holdfast", "name": entry["kind"], "s": "t", **at, "args": told})
+            args = {"text": text, "seq": entry["seq"]}
+            made.add({"ph": "i", "cat": "holdfast", "name": entry["kind"], "s": "t", **at, "args": args})
 
 
 def _rates(made: _Trace, steps: Sequence[Step]) -> None:
@@ -277,12 +279,12 @@ def _rates(made: _Trace, steps: Sequence[Step]) -> None:
     size = max(1, -(-len(steps) // POINTS))
     for i in range(size, len(steps), size):
         took_s = steps[i][0] - steps[i - size][0]
-        if took_s > 0:  # told together
+        if took_s > 0:  # several steps may be reported together
             made.counter("steps per second", steps[i][0], round(size / took_s, 3))
 
 
 def _workers(made: _Trace, entries: Sequence[Entry], end_s: float) -> None:
-    """Each worker's process, and in it the ranks that it had."""
+    """Adds each worker's process, and in it the ranks that it had."""
     began: dict[str, float] = {}
     ended: dict[str, float] = {}
     for entry in entries:
@@ -305,11 +307,11 @@ def _workers(made: _Trace, entries: Sequence[Entry], end_s: float) -> None:
         for rank, worker in enumerate(entry["fields"]["workers"]):
             pid, tid = _place(made, worker)
             last_s = min(until_s, ended.get(worker, end_s))
-            # Within the process: a generation may be known of before its start is.
+            # Within the process: a generation may be recorded before the start of the process is.
             first_s = max(entry["t_s"], began.get(worker, end_s))
             if pid and last_s > first_s:
-                told = {"generation": entry["fields"]["generation"]}
-                made.slice(pid, tid, f"rank {rank}", first_s, last_s, told)
+                args = {"generation": entry["fields"]["generation"]}
+                made.slice(pid, tid, f"rank {rank}", first_s, last_s, args)
 
 
 def _place(made: _Trace, worker: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from holdfast.protocol import units
 
 SILENT_S = 2.0
 LONGEST_SILENCE_S = 30.0
-TOLD_EVERY_S = 1.0
+REPORTED_EVERY_S = 1.0
 
 
 Seen = Callable[[int, int], None]
@@ -22,12 +22,12 @@ Seen = Callable[[int, int], None]
 class HowFar:
     """Progress that one process reports to another: first after two seconds, then once a second. Thread-safe."""
 
-    def __init__(self, say: Callable[[int, int], None]) -> None:
-        """say: called with the bytes processed so far, and the total."""
-        self._say = say
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        """report: called with the bytes processed so far, and the total."""
+        self._report = report
         self._due_s = time.monotonic() + SILENT_S
         self._nbytes = 0
-        self._told = False
+        self._reported = False
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, total: int) -> None:
@@ -38,22 +38,22 @@ class HowFar:
             # wrong order, and progress would go back.
             now = time.monotonic()
             if now >= self._due_s:
-                self._due_s = now + TOLD_EVERY_S
-                self._told = True
-                self._say(self._nbytes, total)
+                self._due_s = now + REPORTED_EVERY_S
+                self._reported = True
+                self._report(self._nbytes, total)
 
     def over(self, total: int) -> None:
-        """Reports the end."""
-        # Only to somebody who saw a beginning: work that took less than two seconds is never shown.
-        if self._told:
-            self._say(total, total)
+        """Reports the end, if there was a report before."""
+        # Work that took less than two seconds is never reported.
+        if self._reported:
+            self._report(total, total)
 
 
 class ByteCount:
     """Shows how many bytes were processed. Silent for the first two seconds. Thread-safe."""
 
     def __init__(self, to: IO[str] | Callable[[str], None], what: str, total: int | None = None) -> None:
-        """to: a stream, or what takes a line. total: all bytes, if known."""
+        """to: a stream, or a function that is called with each line. total: all bytes, if known."""
         self._to, self._what, self._total = to, what, total
         self._terminal = not callable(to) and to.isatty()
         self._began = self._shown_s = time.monotonic()
@@ -72,7 +72,7 @@ class ByteCount:
             self._shown_s = now
             if not self._terminal:
                 self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
-            self._say(self._line(now))
+            self._print(self._line(now))
 
     def _line(self, now: float) -> str:
         rate = self._nbytes / (now - self._began)
@@ -80,10 +80,10 @@ class ByteCount:
         if self._total is None:
             return f"{line}, {units.size(int(rate))}/s"
         line += f" of {units.size(self._total)}, {units.size(int(rate))}/s"
-        # Without a byte so far nobody knows.
+        # The remaining time is only known once there is a byte.
         return f"{line}, {units.seconds(max(0, self._total - self._nbytes) / rate)} left" if rate else line
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if callable(self._to):
             self._to(line)
             return
