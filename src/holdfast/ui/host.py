@@ -1,7 +1,8 @@
 """`holdfast ui` as a host of the page: all jobs of this home.
 
-A job that runs is asked, wherever its coordinator is now; one on Kubernetes has no address here, and is asked through the API
-server. A job that has ended is read out of its ledger, which nobody changes any more.
+Requests for a running job go to its coordinator, at its current address. A job on Kubernetes has no address that can be
+reached from here, so they go through the API server. A job that has ended is read from its ledger, which does not
+change any more.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from holdfast.web.sessions import CODE_PATH
 KEY_FILE = "page-key"
 
 LISTED = 50
-"""Jobs of the list, the newest first."""
+"""Number of jobs in the list, the newest first."""
 
 OPEN_KEPT = 4
-"""Ended jobs whose stories are kept in memory."""
+"""Number of ended jobs whose timelines are kept in memory."""
 
 LIST_S = 3.0
-"""A list is good for others for so long."""
+"""How long a list of jobs may be reused for other requests, in seconds."""
 
 
 class UiHost:
@@ -53,7 +54,7 @@ class UiHost:
     def __init__(
         self, job: str | None, may_act: bool, look: Callable[[list[Path]], Awaitable[list[dict[str, Any]]]]
     ) -> None:
-        """job: the one that is shown at first; None: the newest. look: what is known of jobs, by their folders."""
+        """job: the job that is shown first; None: the newest. look: returns what is known of jobs, given their folders."""
         self.may_act = may_act
         self.more_jobs = 0
         self._job, self._look = job, look
@@ -77,18 +78,18 @@ class UiHost:
         """See `PageHost.source`."""
         try:
             folder, running, started_s, is_remote = await asyncio.to_thread(self._find, job)
-        # An OSError: the folder was removed meanwhile, or is another user's.
+        # An OSError: the folder was removed in the meantime, or belongs to another user.
         except (UsageError, OSError) as error:
             raise PageRefused(str(error), 404) from error
         if running:
             # It holds nothing open, so it is made for each request and nobody has to
             # close it when the job ends.
             return RemoteJob(folder) if is_remote else RunningJob(folder)
-        # By its start: a job that is started again has another ledger when it ends again.
+        # Identified by its start: a job that is started again has another ledger when it ends again.
         key = folder.name, started_s
         if key not in self._ended:
-            # Each has a thread and a timeline in memory. Whoever looks through many old
-            # jobs must not collect them.
+            # Each has a thread and a timeline in memory, which must not accumulate when a person looks
+            # through many old jobs.
             while len(self._ended) >= OPEN_KEPT:
                 self._ended.pop(next(iter(self._ended))).close()
             self._ended[key] = EndedJob(folder)
@@ -101,13 +102,13 @@ class UiHost:
         return folder, jobs.is_running(folder), (folder / "spec.json").stat().st_mtime, is_remote
 
     def close(self) -> None:
-        """Ends what reads ledgers."""
+        """Ends the threads that read ledgers."""
         for source in self._ended.values():
             source.close()
 
 
 def page_key(home: Path) -> str:
-    """The secret that cookies of `holdfast ui` are signed with; made at the first call. Remove the file to end all sessions.
+    """The secret with which cookies of `holdfast ui` are signed; made at the first call. Remove the file to end all sessions.
 
     Raises:
         UsageError: it cannot be made or read.
@@ -120,8 +121,8 @@ def page_key(home: Path) -> str:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             found = path.read_text()
-            # A shorter one is left by a full disk, or by a process that was killed as it
-            # wrote. It could be guessed.
+            # A shorter one was left by a full disk, or by a process that was killed while it wrote. It could
+            # be guessed.
             if len(found) >= 32:
                 return found
             raise UsageError(f"{path} is damaged: remove it, and open the page with a new link") from None
@@ -136,10 +137,11 @@ _LISTED = ("seq", "t_s", "utc", "kind")
 
 
 class RemoteJob:
-    """A job on Kubernetes, see `web.application.JobSource`. It holds nothing open but while it is asked.
+    """A job on Kubernetes, see `web.application.JobSource`. It holds nothing open between requests.
 
-    Requests go the way of the commands. A stream of bytes does not go there, so the page's stream is made here of what
-    everybody hears who watches the job: each event by its number, and the panel `now` when something changed.
+    Requests go the same way as those of the commands. That way cannot carry a stream of bytes, so the page's stream is
+    made here from what every watcher of the job receives: each event by its number, and the panel `now` when something
+    changed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +153,7 @@ class RemoteJob:
             return answer(await self._ask(client, name, query))
 
     async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
-        """See `JobSource.act`. Sent once: what was not answered may have been done."""
+        """See `JobSource.act`. Sent only once: an action without an answer may have been carried out."""
         body = msgspec.json.encode(arguments).decode()
         try:
             async with client_of(self._folder) as client:
@@ -170,19 +172,19 @@ class RemoteJob:
                 yield frame("reset", b"{}", now["ledger_seq"])
                 after = now["ledger_seq"]
             try:
-                async for said in client.watch(after):
-                    if said.kind == "event":
-                        told = {k: said.value[k] for k in _LISTED}
-                        yield frame("event", msgspec.json.encode(told), said.value["seq"])
-                    elif said.kind == WHOLE:
-                        # A status comes when something changed, at most five times a second. What the page shows of it is
-                        # made by the coordinator, as for every other job.
+                async for message in client.watch(after):
+                    if message.kind == "event":
+                        event = {k: message.value[k] for k in _LISTED}
+                        yield frame("event", msgspec.json.encode(event), message.value["seq"])
+                    elif message.kind == WHOLE:
+                        # A status arrives when something changed, at most five times a second. The panel
+                        # itself is made by the coordinator, as for every other job.
                         now = await self._ask(client, "now", {})
                         changed = {k: v for k, v in now.items() if k not in shown or shown[k] != v}
                         shown = now
                         yield frame("delta", msgspec.json.encode(changed))
             except (UsageError, PageRefused):
-                # Without this word a broken stream looks like a job in which nothing happens.
+                # Without this message a broken stream looks like a job in which nothing happens.
                 yield frame("away", b"{}")
                 return
         yield frame("over", b"{}")
@@ -195,10 +197,11 @@ class RemoteJob:
 
 
 PATIENCE_S = 10.0
-"""So long a request waits for a coordinator that is being started again."""
+"""How long a request waits for a coordinator that is being restarted, in seconds."""
 RETRY_S = 0.1
 QUIET_S = 60.0
-"""A stream without a byte for so long is broken: the coordinator sends a comment four times in this time."""
+"""A stream without a byte for this long is broken, in seconds: the coordinator sends a comment four times in this
+period."""
 CHUNK_BYTES = 1 << 16
 
 
@@ -207,7 +210,8 @@ def _code(body: bytes) -> str:
 
 
 class RunningJob:
-    """See `web.application.JobSource`. Every request finds the coordinator anew, so one that moves is followed."""
+    """See `web.application.JobSource`. Every request looks up the coordinator's address anew, so a coordinator that
+    moves is followed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -217,7 +221,7 @@ class RunningJob:
         return await self._ask("GET", f"{API}/{name}?{urlencode(query)}", b"", again=True)
 
     async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
-        """See `JobSource.act`. Sent once: what was not answered may have been done."""
+        """See `JobSource.act`. Sent only once: an action without an answer may have been carried out."""
         path = f"{API}/act/{name}?dry={int(dry)}"
         return await self._ask("POST", path, msgspec.json.encode(arguments), again=dry)
 
@@ -232,12 +236,12 @@ class RunningJob:
         while (found := await asyncio.to_thread(self._look)) is None:
             if asyncio.get_running_loop().time() > deadline:
                 raise PageRefused("the coordinator is being started", 503)
-            await asyncio.sleep(RETRY_S)  # its file tells nobody
+            await asyncio.sleep(RETRY_S)  # no event announces a new address file
         return found
 
     def _look(self) -> Endpoint | None:
-        # The address in the folder outlives the coordinator, and another program may listen there now. It would have to
-        # prove itself, and does not get as far as that.
+        # The address file outlives the coordinator, and another program may listen at that address now. It
+        # would have to prove that it knows the token, and cannot.
         if not jobs.is_running(self._folder):
             raise PageRefused(f"the job {self._folder.name} is not running any more", 409)
         return read_endpoint(self._folder)
@@ -261,12 +265,12 @@ class RunningJob:
                     read = await response.read()
                     if response.status < 400:
                         return PageAnswer(read)
-                    # Only this answer says that nothing was done and that another try can work. Any other is
-                    # the coordinator's own word.
+                    # Only this answer says that nothing was done and that another try can succeed. Any other
+                    # is the coordinator's own answer.
                     if response.status != 503 or "Retry-After" not in response.headers:
                         raise PageRefused(read.decode(errors="replace").strip(), response.status)
                     error: Exception = PageRefused("the coordinator hands over", 503)
-            except (aiohttp.ClientConnectorError, Unproven) as failure:  # nobody heard it
+            except (aiohttp.ClientConnectorError, Unproven) as failure:  # no coordinator got it
                 error = failure
             except (aiohttp.ClientError, TimeoutError) as failure:
                 # The request may have been carried out while its answer was lost. Sent again, an
@@ -283,7 +287,8 @@ class RunningJob:
             await asyncio.sleep(RETRY_S)
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `JobSource.stream`: the coordinator's, byte for byte. It ends with it, and the browser asks for what follows."""
+        """See `JobSource.stream`: the coordinator's stream, byte for byte. It ends when that does, and the browser asks
+        for the events that follow."""
         where = await self.where()
         path = f"{API}/stream?{urlencode({'after': after, 'ledger': ledger})}"
         try:
@@ -293,17 +298,18 @@ class RunningJob:
                     f"{where.url}{path}", timeout=aiohttp.ClientTimeout(total=None, sock_read=QUIET_S)
                 ) as response,
             ):
-                # The browser connects again by itself, and then the coordinator is looked for anew.
+                # The browser connects again by itself, and the coordinator's address is then looked up anew.
                 if response.status != 200:
                     return
-                # In whole events: half of one before the end would be read as one by nobody, and hide the next.
+                # Only complete events are passed on: the half of one at the end of the stream would be lost,
+                # and spoil the next one.
                 rest = b""
                 async for piece in response.content.iter_chunked(CHUNK_BYTES):
                     whole, end, rest = (rest + piece).rpartition(b"\n\n")
                     if end:
                         yield whole + end
         except (aiohttp.ClientError, TimeoutError):
-            # Without this word a broken stream looks like a job in which nothing happens.
+            # Without this message a broken stream looks like a job in which nothing happens.
             yield frame("away", b"{}")
 
 
@@ -315,7 +321,7 @@ class EndedJob:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = newest_ledger(folder), folder
-        # A thread of its own: a long ledger that is read here must not hold up the page of another job.
+        # A thread of its own: reading a long ledger here must not delay the page of another job.
         self._thread = SideThread("page-reader")
         self._source: PageSource | None = None
 
@@ -324,7 +330,7 @@ class EndedJob:
         return await (await self._open()).panel(name, query)
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `JobSource.stream`: what there is, and then the end."""
+        """See `JobSource.stream`: the events that exist, and then the end."""
         async for sent in (await self._open()).stream(after, ledger):
             yield sent
 
@@ -333,7 +339,7 @@ class EndedJob:
         raise PageRefused("the job is not running, so it cannot be changed", 409)
 
     def close(self) -> None:
-        """Nothing more will be asked."""
+        """Ends the thread; no more requests will follow."""
         self._thread.end()
 
     async def _read(self, what: Callable[[Store], T]) -> T:
@@ -361,8 +367,8 @@ class EndedJob:
                 read=self._read,
                 state=state,
                 index=PhaseIndex(state.membership, state.spec.nproc),
-                # Time stands still at the ledger's end. By this machine's clock an ended job
-                # would go on losing goodput.
+                # Time stands still at the ledger's end. By this machine's clock, an ended job would continue
+                # to lose goodput.
                 clock=lambda: state.began_s + last_s,
                 news=news,
                 job_dir=self._folder,
@@ -372,7 +378,7 @@ class EndedJob:
 
 
 def _stored(store: Store) -> tuple[CoreState, float]:
-    """The state as the last coordinator left it, and when the ledger ends."""
+    """The state as the last coordinator left it, and the time of the ledger's end."""
     state = store.load()
     if state is None:
         raise PageRefused("the job was never started", 404)

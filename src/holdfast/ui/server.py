@@ -18,15 +18,15 @@ CLOSE_S = 1.0
 
 
 class ClosableHost(PageHost, Protocol):
-    """A host that holds something open."""
+    """A host that holds resources open."""
 
     def close(self) -> None:
-        """Nothing more will be asked."""
+        """Releases them; no more requests will follow."""
 
 
 class UiServer:
-    """The page of `holdfast ui` on a loopback address. Strangers are refused in the listener's thread and cost the loop nothing: see
-    `protocol.network.listener`."""
+    """The page of `holdfast ui` on a loopback address. Connections without permission are refused in the listener's
+    thread and cost the event loop nothing: see `protocol.network.listener`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class UiServer:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self, started: Callable[[], None], ends: asyncio.Event) -> None:
-        """Until `ends` is set. started: called when it can be reached."""
+        """Serves until `ends` is set. started: called when the page can be reached."""
         app = web.Application(middlewares=[guard(self._sessions)])
         app.on_response_prepare.append(headers_of_page)
         app.add_routes(routes(self._host, self._sessions, self._panels, self._actions))
@@ -56,8 +56,8 @@ class UiServer:
             started()
             await ends.wait()
         finally:
-            # First nobody new. The pause lets the loop take what the listener handed over just before,
-            # so that it is cancelled, too.
+            # First, no new connections. The pause lets the loop take those that the listener handed over just
+            # before, so that they are cancelled, too.
             accepting.close()
             await asyncio.sleep(0)
             for task in self._tasks:
@@ -70,27 +70,27 @@ class UiServer:
         method, path, headers = first_words(head)
         status, _ = self._sessions.judge(method, path, {name.lower(): value for name, value in headers})
         if status != 200:
-            # One try and no waiting: a stranger who does not read must not hold up the listener.
+            # One attempt without waiting: a client that does not read must not delay the listener.
             sock.send(page_refusal(status))
             return False
-        # Tasks and transports belong to the loop, and none may be made in this thread.
+        # Tasks and transports belong to the loop, and must not be made in this thread.
         self._loop.call_soon_threadsafe(self._take, sock, head)
         return True
 
     def _take(self, sock: socket.socket, head: bytes) -> None:
         task = self._loop.create_task(self._hand_over(sock, head))
-        # The loop has only weak references to tasks: one that nobody holds may vanish before it ends.
+        # The loop has only weak references to tasks: one without another reference may vanish before it ends.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _hand_over(self, sock: socket.socket, head: bytes) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: HeadFirst(self._server(), head), sock)
-        except OSError:  # the browser is gone meanwhile
+        except OSError:  # the browser has closed the connection
             sock.close()
 
 
 def loopback(port: int) -> socket.socket:
-    """A listening socket that only this machine reaches. Raises OSError."""
+    """A listening socket that can only be reached from this machine. Raises OSError."""
     # By its number: the name `localhost` may lead to another address on some machines.
     return socket.create_server(("127.0.0.1", port), backlog=BACKLOG)

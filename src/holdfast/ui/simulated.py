@@ -1,6 +1,7 @@
-"""The page over a simulated job: the same routes and panels, the coordinator's own core, and a virtual clock that a person sets.
+"""The page over a simulated job: the same routes and panels, the coordinator's own core, and a virtual clock that a
+person sets.
 
-One task lets the time of the cluster pass, at a speed that is chosen on the page, and writes what the core decides into a
+One task advances the cluster's time, at a speed that is chosen on the page, and writes the core's decisions into a
 ledger as the coordinator does. Everything that the page shows of the job comes from that ledger and from the core's state.
 """
 
@@ -38,22 +39,23 @@ SIMULATED_PANELS = (*PANELS, "map")
 SIMULATED_ACTIONS = (*ACTIONS, "strike", "speed")
 
 SPEEDS = (0, 1, 10, 100)
-"""Virtual seconds for each real one; 0: the time stands still."""
+"""The choices of speed, in virtual seconds per real second; 0: time stands still."""
 SLICE_S = 0.02
-"""The loop does nothing else for so long, or for as long as one event takes."""
+"""The longest time, in seconds, for which the event loop is blocked at once, unless a single event takes longer."""
 SHARE = 0.5
-"""Of a core at most: after what took longer than that, the driver pauses, and the virtual time with it."""
+"""The largest share of a processor core that the simulation uses: after each turn it pauses accordingly, and the
+virtual time pauses with it."""
 EVERY_S = 0.1
-"""Between two looks at least, however much is due."""
+"""The shortest pause between two turns, in seconds, however much is due."""
 LATE_S = 1.0
-"""Real seconds that the cluster may be behind its clock."""
+"""By how many real seconds the cluster may lag behind its clock."""
 MEASURED_S = 5.0
-"""The speed that is shown as reached is that of about so long."""
+"""The period, in seconds, over which the displayed speed is averaged."""
 WRITE_S = 5.0
 
 
 class VirtualClock:
-    """Virtual seconds out of real ones, at a speed that may be changed. Pure: whoever asks says what time it is."""
+    """Converts real seconds to virtual ones, at a speed that may be changed. Pure: the caller passes the real time."""
 
     def __init__(self, virtual_s: float, real_s: float, speed: float) -> None:
         self.speed = speed
@@ -64,19 +66,19 @@ class VirtualClock:
         return self._virtual_s + (real_s - self._real_s) * self.speed
 
     def set(self, virtual_s: float, real_s: float, speed: float | None = None) -> None:
-        """Goes on from here, at another speed if one is given."""
+        """Continues from this virtual time, at another speed if one is given."""
         self._virtual_s, self._real_s = virtual_s, real_s
         self.speed = self.speed if speed is None else speed
 
     def until(self, virtual_s: float, real_s: float) -> float:
-        """Real seconds until a virtual time; infinite: it does not come."""
+        """Real seconds until a virtual time; infinite: it is never reached."""
         if self.speed <= 0 or virtual_s == math.inf:
             return math.inf
         return max(0.0, (virtual_s - self.at(real_s)) / self.speed)
 
 
 class SimulatedHost:
-    """See `web.application.PageHost`: one job, which is simulated. `run` is its time, and `finish` its end."""
+    """See `web.application.PageHost`: a host of one simulated job. `run` advances its time, and `finish` ends it."""
 
     may_act = True
     more_jobs = 0
@@ -88,7 +90,7 @@ class SimulatedHost:
         folder: JobFolder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """folder: of the job, without one of a start before. clock: real seconds."""
+        """folder: the job's folder, without a previous start in it. clock: real seconds."""
         self._folder, self._clock = folder, clock
         self._entries: list[tuple[float, LedgerEvent]] = []
         self._began = datetime.now(UTC)
@@ -109,9 +111,9 @@ class SimulatedHost:
     # ------------------------------------------------------------ time
 
     async def run(self) -> None:
-        """Lets the cluster's time pass until it is cancelled. It sleeps until something is due: nothing is polled."""
+        """Advances the cluster's time until it is cancelled. It sleeps until something is due: nothing is polled."""
         while True:
-            # Before it looks: what is changed from now on wakes it again.
+            # Cleared before the turn, so that changes from now on wake it again.
             self._changed.clear()
             wait_s = self.turn()
             if self.cluster.core is not self._core:
@@ -121,11 +123,11 @@ class SimulatedHost:
                     await self._changed.wait()
 
     def turn(self) -> float:
-        """Lets happen what is due, or a piece of it; seconds until the next turn."""
+        """Processes the events that are due, or a part of them; returns the seconds until the next turn."""
         began = self._clock()
         speed = self._time.speed
         if speed > 0:
-            # Up to where another start of the job begins: that has a ledger of its own.
+            # Only up to the next start of the job, which has a ledger of its own.
             done = self.cluster.advance(
                 self._time.at(began),
                 lambda: self._clock() - began > SLICE_S or self.cluster.core is not self._core,
@@ -133,8 +135,8 @@ class SimulatedHost:
             if done:
                 self.cluster.report()
             else:
-                # More is due than there was time for. A little of it is made up for later; of the rest the virtual time
-                # waits, or it would run away from what has happened.
+                # More is due than there was time for. A little lag is caught up later; beyond that the
+                # virtual time waits, or it would run away from the events.
                 late_s = self._time.at(began) - self.cluster.now
                 self._time.set(self.cluster.now + min(late_s, speed * LATE_S), began)
             self._measure()
@@ -143,7 +145,7 @@ class SimulatedHost:
         self._write()
         took_s = self._clock() - began
         wait_s = self._time.until(self.cluster.next_s(), self._clock())
-        # Never without a pause: those who look at the page are served by the same loop.
+        # Never without a pause: the viewers of the page are served by the same loop.
         return max(wait_s, took_s * (1 - SHARE) / SHARE, EVERY_S)
 
     def _measure(self) -> None:
@@ -153,7 +155,8 @@ class SimulatedHost:
             self._reached = (self._clock(), self.cluster.now, (self.cluster.now - virtual_s) / passed_s)
 
     def now(self) -> float:
-        """The virtual time, on the core's clock: between two events it is that of the clock, and never beyond the next."""
+        """The virtual time, on the core's clock: between two events it is the clock's, and never later than the next
+        event."""
         return max(self.cluster.now, min(self._time.at(self._clock()), self.cluster.next_s()))
 
     # ------------------------------------------------------------ the ledger
@@ -186,7 +189,7 @@ class SimulatedHost:
         return readable(self._ledger.read(what))
 
     def _write(self, last: bool = False) -> None:
-        """What the core decided and the steps since the last time go into the ledger, and viewers hear of it."""
+        """Writes the core's decisions and the steps since the last call into the ledger, and notifies the viewers."""
         began_s = self.began_s
         batch = LedgerBatch()
         entries, self._entries = self._entries, []
@@ -197,11 +200,11 @@ class SimulatedHost:
             batch.entries.append(LedgerEntry(seq=self._seq, t_s=at_s, utc=utc, kind=event.kind, fields=event))
         steps, self.cluster.committed = self.cluster.committed, []
         for step in steps:
-            # NaN is null in the ledger: nobody computes a loss here.
-            told = ReportedStep(step.step, math.nan, step.took_s, made_in=step.generation)
+            # NaN is null in the ledger: no loss is computed here.
+            reported = ReportedStep(step.step, math.nan, step.took_s, made_in=step.generation)
             at_s = round(step.t_s + BEGIN_S - began_s, 4)
             batch.steps.append(
-                ReportedSteps(t_s=at_s, losses=(told,), generation=step.generation, world=step.world)
+                ReportedSteps(t_s=at_s, losses=(reported,), generation=step.generation, world=step.world)
             )
         real_s = self._clock()
         if last or (entries and real_s - self._kept_at >= WRITE_S):
@@ -212,8 +215,8 @@ class SimulatedHost:
             self._news.tell()
 
     async def _start_again(self) -> None:
-        """The job gave up and was started again: a ledger of its own, as every start has one."""
-        # What the new core has decided already belongs into the new one.
+        """Begins a new ledger after the job gave up and was started again, as every start has its own."""
+        # Entries that the new core has made already belong into the new ledger.
         begun_s = self.cluster.core.state.began_s - BEGIN_S
         entries = self._entries
         self._entries = [x for x in entries if x[0] < begun_s]
@@ -230,7 +233,7 @@ class SimulatedHost:
         self._news.end()
         state = self._core.state
         for node in state.membership.nodes.values():
-            # A node that lives is heard of for ever; a report has to say when.
+            # Nodes that live have their last contact at infinity; a report needs a time.
             node.last_seen_s = min(node.last_seen_s, self.cluster.now)
         self._write(last=True)
         with suppress(Unreadable):
@@ -238,12 +241,12 @@ class SimulatedHost:
         await self._ledger.close(WRITE_S)
 
     async def _report(self, state: CoreState) -> None:
-        told = await self._ledger.incidents(state.forgotten)
-        report = build_report(state, await self._ledger.summary(), self.cluster.now, told)
+        incidents = await self._ledger.incidents(state.forgotten)
+        report = build_report(state, await self._ledger.summary(), self.cluster.now, incidents)
         (self._folder.path / "report.json").write_bytes(encode_report(report))
 
     async def finish(self) -> None:
-        """Writes what there is. The folder then has a job that has ended, which every command shows."""
+        """Writes what is left. The folder then has a job that has ended, which every command can show."""
         membership = self._core.state.membership
         membership.phase, membership.outcome = JobPhase.ENDED, membership.outcome or "stopped"
         await self._close()
@@ -262,13 +265,13 @@ class SimulatedHost:
         return _Simulated(self, self._page)
 
     def close(self) -> None:
-        """Nothing more will be asked: streams end."""
+        """Ends the streams; no more requests will follow."""
         self._news.end()
 
     # ------------------------------------------------------------ what the page adds for a simulated job
 
     def facts(self) -> dict[str, Any]:
-        """What the panel `now` says of the simulation."""
+        """The fields of the panel `now` about the simulation."""
         cluster = self.cluster
         lags = self._time.speed > 0 and self._reached[2] < 0.8 * self._time.speed
         return {
@@ -282,7 +285,7 @@ class SimulatedHost:
         }
 
     def map(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """The panel `map`: all of the cluster, or with `?rack=` the nodes of one rack. Raises PageRefused."""
+        """The panel `map`: the whole cluster, or with `?rack=` the nodes of one rack. Raises PageRefused."""
         rack = whole(query, "rack", None)
         try:
             return self.cluster.map() if rack is None else self.cluster.rack(rack)
@@ -290,26 +293,27 @@ class SimulatedHost:
             raise PageRefused(str(error), 404) from error
 
     def set_speed(self, text: str) -> list[str]:
-        """Raises UsageError."""
+        """Sets the speed. Raises UsageError."""
         if text not in map(str, SPEEDS):
             raise UsageError(f"speed must be one of {', '.join(map(str, SPEEDS))}")
         real_s = self._clock()
-        # From what is shown now: a new speed must not move the time back or forth.
+        # From the displayed time: a new speed must not move the time back or forth.
         self._time.set(self.now(), real_s, float(text))
         self._reached = (real_s, self.cluster.now, float(text))
         self._wake()
         return ["the time stands still" if text == "0" else f"{text} virtual seconds pass in a second"]
 
     def strike(self, target: str, kind: str, dry: bool) -> list[str]:
-        """Strikes at the present virtual time. Raises UsageError."""
+        """Injects a fault at the present virtual time. Raises UsageError."""
         self._catch_up()
-        told = self.cluster.strike(target, kind, dry)
+        done = self.cluster.strike(target, kind, dry)
         self._write()
         self._wake()
-        return [told]
+        return [done]
 
     def _catch_up(self) -> None:
-        """What a person does to the cluster comes after all that was due before it, or that there was time for. Raises UsageError."""
+        """Processes what is due before a person's action, as far as there is time for it. Raises UsageError if the job was
+        started again meanwhile."""
         began = self._clock()
         self.cluster.advance(
             self.now(), lambda: self._clock() - began > SLICE_S or self.cluster.core is not self._core
@@ -323,15 +327,15 @@ class SimulatedHost:
         try:
             if not dry:
                 self._catch_up()
-            told, event = prepared(self._core.state, name, arguments)
+            would, event = prepared(self._core.state, name, arguments)
         except UsageError as error:
             raise PageRefused(str(error)) from error
         if not dry:
             self.cluster.tell([event])
             self._write()
             self._wake()
-        # There is no command for it: no other process reaches a simulated job.
-        return {"action": name, "dry": dry, "would": told, "command": ""}
+        # There is no command for it: other processes cannot reach a simulated job.
+        return {"action": name, "dry": dry, "would": would, "command": ""}
 
     def _wake(self) -> None:
         self._news.tell()
@@ -339,7 +343,7 @@ class SimulatedHost:
 
 
 class _Simulated:
-    """See `web.application.JobSource`: the job's page, with the map and what may be done to it."""
+    """See `web.application.JobSource`: the job's page, with the map and the faults that can be injected."""
 
     def __init__(self, host: SimulatedHost, page: PageSource) -> None:
         self._host, self._page = host, page
@@ -359,12 +363,12 @@ class _Simulated:
         try:
             match name:
                 case "strike":
-                    told = self._host.strike(arguments.get("target", ""), arguments.get("kind", ""), dry)
+                    would = self._host.strike(arguments.get("target", ""), arguments.get("kind", ""), dry)
                 case "speed":
-                    told = self._host.set_speed(arguments.get("speed", ""))
+                    would = self._host.set_speed(arguments.get("speed", ""))
                 case _:
                     return await self._page.act(name, arguments, dry)
         except UsageError as error:
             raise PageRefused(str(error)) from error
         t_s = self._host.cluster.now - self._host.began_s
-        return answer({"action": name, "dry": dry, "would": told, "command": "", "t_s": round(t_s, 3)})
+        return answer({"action": name, "dry": dry, "would": would, "command": "", "t_s": round(t_s, 3)})

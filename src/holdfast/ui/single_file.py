@@ -1,4 +1,5 @@
-"""The page of a job as one file: for a ticket, an artefact of a test run, a mail. It asks for nothing and needs no server."""
+"""The page of a job as a single file: for a ticket, an artefact of a test run, a mail. It makes no requests and needs
+no server."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from holdfast.protocol.wire.decoding import decode
 from holdfast.web.application import IMPORTS, STYLES, UPLOT, JobSource, PageAnswer, PageRefused, file_of
 
 INCIDENTS = 200
-"""Incidents of the list, the newest; a file of all would grow with the job."""
+"""Number of incidents in the list, the newest; a file with all of them would grow with the job."""
 STORIES = 50
 FIGURES = 12
-"""Curves of what the script logged."""
+"""Number of curves of values that the script logged."""
 RANKS = 500
-# Whatever a job's texts say, nothing is fetched: a file out of a mail must not call anybody.
+# Whatever the texts of a job contain, nothing is fetched: a file from a mail must not contact a server.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
@@ -41,7 +42,7 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 async def single_file(source: JobSource) -> str:
-    """HTML with everything in it. Raises PageRefused."""
+    """HTML with all data in it. Raises PageRefused."""
     data: dict[str, Any] = {}
     for name, query in _PANELS:
         data[name] = _read(await source.panel(name, query))
@@ -52,7 +53,7 @@ async def single_file(source: JobSource) -> str:
         try:
             found = await source.panel("incident", {"id": number})
         except PageRefused:
-            # A report that cannot be made must not cost the whole file.
+            # If the report cannot be made, the file is still written without it.
             continue
         data[f"incident?id={number}"] = _read(found)
     return _page(data)
@@ -66,13 +67,13 @@ def _read(answer: PageAnswer) -> Any:
 
 def _page(data: dict[str, Any]) -> str:
     text = _text("static/index.html")
-    # "<" is written as an escape, so that no text of the job ends the script that it stands in.
-    told = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    # "<" is written as an escape, so that no text of the job can end the script element that contains it.
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     imports = msgspec.json.encode({"imports": {name: _data(path) for name, path in IMPORTS.items()}}).decode()
     styles = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n<style>'
     styles += "\n".join(_text(path) for path in STYLES) + "</style>"
     scripts = (
-        f'<script type="application/json" id="holdfast-data">{told}</script>\n'
+        f'<script type="application/json" id="holdfast-data">{encoded}</script>\n'
         f'<script type="importmap">{imports}</script>\n<script src="{_data(UPLOT)}"></script>\n'
         f'<script type="module">{_text("static/start.js")}</script>'
     )

@@ -1,5 +1,5 @@
-"""The routes of the page, which the coordinator and `holdfast ui` both serve, and what the page is made from: a job, wherever it
-is. The coordinator has one source, `holdfast ui` one for each job."""
+"""The routes of the page, which the coordinator and `holdfast ui` both serve, and the interface through which they get
+a job's data, wherever the job is. The coordinator has one source, `holdfast ui` one for each job."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ PANELS = (
     "log",
     "lines",
 )
-"""Each is `/api/v1/NAME`."""
+"""The panels; each is `/api/v1/NAME`."""
 ACTIONS = ("drain", "resize", "clear", "stop")
 GZIP_BYTES = 4096
-"""A shorter answer is as fast as it is."""
+"""A shorter answer is not compressed: it would not arrive sooner."""
 
 
 class PageRefused(HoldfastError):
-    """What was asked for cannot be given. status: of the HTTP answer."""
+    """The request cannot be served. status: of the HTTP answer."""
 
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
@@ -56,7 +56,7 @@ class PageRefused(HoldfastError):
 
 @dataclass(frozen=True)
 class PageAnswer:
-    """JSON, and the same compressed if that pays."""
+    """JSON, and its compressed form if compression pays."""
 
     body: bytes
     packed: bytes | None = None
@@ -69,21 +69,21 @@ class JobSource(Protocol):
         """One of PANELS. Raises PageRefused."""
 
     def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """Server-sent events after a number of the ledger that is named. It ends where the client is to connect again."""
+        """Server-sent events after a number in the named ledger. The stream ends when the client should connect again."""
 
     async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
         """One of ACTIONS. dry: only says what would happen. Raises PageRefused."""
 
 
 def answer(value: Any) -> PageAnswer:
-    """Encodes and compresses: to be called from a thread where the value is large."""
+    """Encodes and compresses a value. For large values, to be called from a thread."""
     body = msgspec.json.encode(value)
-    # Compressed once and kept with the answer, and not once more for each viewer.
+    # Compressed once and kept with the answer, instead of once for each viewer.
     return PageAnswer(body, gzip.compress(body, 5) if len(body) > GZIP_BYTES else None)
 
 
 def whole(query: Mapping[str, str], name: str, default: int | None, most: int = 1 << 53) -> int | None:
-    """A whole number, 0 or more, of a query. Raises PageRefused."""
+    """A whole number, 0 or more, from a query. Raises PageRefused."""
     text = query.get(name)
     if text is None or text == "":
         return default
@@ -94,7 +94,7 @@ def whole(query: Mapping[str, str], name: str, default: int | None, most: int = 
 
 
 def frame(kind: str, data: bytes, number: int | None = None) -> bytes:
-    """One server-sent event. number: of the ledger, with which a browser asks for what follows when it connects again."""
+    """One server-sent event. number: its number in the ledger, from which a browser continues when it connects again."""
     # JSON of msgspec has no line breaks, which would end the event.
     known = b"" if number is None else b"id: %d\n" % number
     return b"%sevent: %s\ndata: %s\n\n" % (known, kind.encode(), data)
@@ -104,14 +104,14 @@ API = "/api/v1"
 # Each open stream holds a connection and a task. Without a bound, forgotten tabs could take the
 # descriptors that agents need.
 STREAMS = 64
-"""Open streams; who wants one more is asked to come later."""
+"""Number of open streams; a request beyond it is asked to come back later."""
 SEND_S = 60.0
-"""A viewer that takes nothing for so long is gone."""
+"""A viewer that does not read for this long, in seconds, is disconnected."""
 # Arguments are a few short names. A larger body is refused unparsed, so no viewer
 # fills this process's memory.
 BODY_BYTES = 4096
 _arguments = msgspec.json.Decoder(dict[str, str])
-# Newer versions of aiohttp warn of a text as the key of a request; older ones have nothing else.
+# Newer versions of aiohttp warn if a key of a request is text; older ones have nothing else.
 ROLE: Any = getattr(web, "RequestKey", lambda name, kind: name)("role", str)
 # Every module of the page needs its line here: the import map and the single file both find
 # modules by this table alone.
@@ -127,31 +127,31 @@ IMPORTS = {
     "holdfast/app": "static/app.js",
     "holdfast/simulated": "static/simulated.js",
 }
-"""Modules by the names that they are imported by: the same in the page and in a file of its own."""
+"""The import map: modules by the names under which they are imported, the same in the page and in a file of its own."""
 UPLOT = "static/vendor/uplot-1.6.32/uPlot.iife.min.js"
 STYLES = ("static/vendor/uplot-1.6.32/uPlot.min.css", "static/page.css")
 
 
 class PageHost(Protocol):
-    """Whose page it is."""
+    """Serves the page of one or several jobs."""
 
     may_act: bool
     more_jobs: int
-    """Older jobs, which `jobs` has left out."""
+    """Number of older jobs that `jobs` has left out."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """Of each job that can be opened here: job, state, step, goodput, age_s. Raises PageRefused."""
+        """For each job that can be opened here: job, state, step, goodput, age_s. Raises PageRefused."""
 
     async def source(self, job: str) -> JobSource:
-        """A job by its name; empty: the one that is shown at first. Raises PageRefused."""
+        """A job by its name; empty: the one that is shown first. Raises PageRefused."""
 
 
 def routes(
     host: PageHost, sessions: Sessions, panels: Collection[str] = PANELS, actions: Collection[str] = ACTIONS
 ) -> list[web.RouteDef]:
-    """For `web.Application.add_routes`. Who may ask is decided before, see `guard`.
+    """The routes for `web.Application.add_routes`. Permission is checked before them, see `guard`.
 
-    panels, actions: those that the host's sources have. The panel `map` has the page load what draws it.
+    panels, actions: those that the host's sources have. With the panel `map`, the page loads the module that draws it.
     """
     page = _Page(host, sessions, panels, actions)
     return [
@@ -167,7 +167,7 @@ def routes(
 
 
 def guard(sessions: Sessions) -> Any:
-    """A middleware that lets in whom `Sessions.judge` lets in, for a host where nobody proves a token."""
+    """A middleware that admits requests that `Sessions.judge` allows, for a host on which no client proves a token."""
 
     @web.middleware
     async def check(
@@ -181,10 +181,10 @@ def guard(sessions: Sessions) -> Any:
 
 
 def admit(sessions: Sessions, request: web.Request) -> web.Response | None:
-    """Notes the role of a request; else the refusal."""
+    """Stores the role of a request in it and returns None, or returns the refusal."""
     headers = {name.lower(): value for name, value in request.headers.items()}
-    # The target as it was sent, as in the listener: two readings of one target could let
-    # in what the other refuses.
+    # The target as it was sent, as in the listener: two ways to parse one target could admit a request that
+    # the other refuses.
     status, role = sessions.judge(request.method, request.raw_path, headers)
     if status != 200:
         return web.Response(status=status, text=refusal_text(status))
@@ -193,7 +193,7 @@ def admit(sessions: Sessions, request: web.Request) -> web.Response | None:
 
 
 def refusal_text(status: int) -> str:
-    """What a person reads who may not pass."""
+    """The message for a person whose request is refused."""
     if status == 421:
         return "This name is not one of this page's. Open it by localhost or 127.0.0.1.\n"
     if status in (401, 403):
@@ -202,26 +202,26 @@ def refusal_text(status: int) -> str:
 
 
 async def headers_of_page(request: web.Request, response: web.StreamResponse) -> None:
-    """For `on_response_prepare`: nothing of another origin runs, is loaded, or may frame the page."""
+    """For `on_response_prepare`: no content of another origin runs or is loaded, and no other site may frame the page."""
     path = request.path
-    # The job's own processes ask on other paths, with a proof and without a browser. These
-    # headers mean nothing to them.
+    # The job's own processes use other paths, with a proof and without a browser. These headers mean nothing
+    # to them.
     if path not in ("/", ENTER) and not path.startswith(PREFIXES):
         return
     response.headers["Content-Security-Policy"] = policy()
-    # The address of /enter has a code in it, which must not reach another site as a referrer.
+    # The address of /enter contains a code, which must not reach another site as a referrer.
     response.headers["Referrer-Policy"] = "no-referrer"
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
-    # A job's answers are kept by no browser. Files are asked for again by their ETag, so a page never
-    # mixes two versions of them.
+    # Browsers do not keep a job's answers. Files are revalidated by their ETag, so a page never mixes two
+    # versions of them.
     response.headers["Cache-Control"] = "no-cache" if path.startswith("/static/") else "no-store"
 
 
 @cache
 def policy() -> str:
     """The content security policy: one inline script is allowed, by its hash."""
-    # Of the very text that is sent. A hash that is written down apart would differ one day,
+    # Computed from the very text that is sent. A hash that is written down separately would differ one day,
     # and no module would load.
     digest = base64.b64encode(hashlib.sha256(import_map().encode()).digest()).decode()
     return (
@@ -232,14 +232,14 @@ def policy() -> str:
 
 @cache
 def import_map() -> str:
-    """Text of the import map, with addresses relative to the page."""
+    """The text of the import map, with addresses relative to the page."""
     return msgspec.json.encode({"imports": {name: f"./{path}" for name, path in IMPORTS.items()}}).decode()
 
 
 @cache
 def file_of(path: str) -> bytes | None:
-    """A file of the page below `holdfast/web`; None: there is none. Cached: there are fifteen."""
-    # The path comes out of a stranger's URL: no part of it may lead out of the package.
+    """A file of the page below `holdfast/web`; None: there is no such file. Cached: there are only fifteen."""
+    # The path comes from a URL that anybody can send: no part of it may lead out of the package.
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in path or len(path) > 200:
         return None
@@ -249,14 +249,15 @@ def file_of(path: str) -> bytes | None:
 
 @cache
 def packed_file(path: str) -> bytes | None:
-    """The same compressed; None: there is none, or it is not worth it. Cached: compressed once in a process."""
+    """The same file compressed; None: there is no such file, or compression does not pay. Cached: compressed once per
+    process."""
     data = file_of(path)
     return None if data is None or len(data) <= GZIP_BYTES else gzip.compress(data, 9, mtime=0)
 
 
 @cache
 def index_page() -> str:
-    """The page itself: its parts are named in one place, `IMPORTS` and `STYLES`."""
+    """The HTML of the page. Its parts are listed in one place, `IMPORTS` and `STYLES`."""
     text = (file_of("static/index.html") or b"").decode()
     styles = "\n".join(f'<link rel="stylesheet" href="./{path}">' for path in STYLES)
     scripts = f'<script type="importmap">{import_map()}</script>\n<script src="./{UPLOT}"></script>'
@@ -276,16 +277,16 @@ class _Page:
         return web.Response(text=index_page(), content_type="text/html")
 
     async def enter(self, request: web.Request) -> web.StreamResponse:
-        """Turns a code into a cookie, once."""
-        # Only here is a code used up. The listener merely looks, so a request that fails
-        # on its way in keeps its code.
+        """Exchanges a code for a cookie, once."""
+        # Only here a code is used up. The listener only checks it, so a request that fails on its way in
+        # keeps its code.
         value = self._sessions.redeem(request.query.get("code", ""))
         if value is None:
             return web.Response(status=403, text=refusal_text(403))
-        # Relative, so that a forwarded port or a proxy's prefix stays. The browser leaves the
-        # address that has the code.
+        # Relative, so that a forwarded port or a proxy's prefix stays. The browser leaves the address that
+        # contains the code.
         response = web.Response(status=303, headers={"Location": "./"})
-        # No script reads the cookie, and no page of another site makes a browser send it.
+        # Scripts cannot read the cookie, and a page of another site cannot make a browser send it.
         response.set_cookie(
             self._sessions.cookie,
             value,
@@ -306,9 +307,10 @@ class _Page:
             if path.endswith((".js", ".mjs"))
             else mimetypes.guess_type(path)[0] or "text/plain"
         )
-        # Of the content and not of a date: two coordinators may have the same file with different dates.
+        # From the content and not from a date: two coordinators may have the same file with different dates.
         packed = packed_file(path) if "gzip" in request.headers.get("Accept-Encoding", "") else None
-        # Another one for each form: a cache between must not give a browser the form that it cannot read.
+        # A different one for each encoding: a cache in between must not give a browser an encoding that it
+        # cannot read.
         etag = f'"{hashlib.sha256(data).hexdigest()[:32]}{"-gzip" if packed else ""}"'
         headers = {"ETag": etag, "Vary": "Accept-Encoding"}
         if request.headers.get("If-None-Match") == etag:
@@ -322,19 +324,19 @@ class _Page:
             found = await self._host.jobs()
         except PageRefused as error:
             return web.Response(status=error.status, text=f"{error}\n")
-        told = {"jobs": found, "more": self._host.more_jobs}
-        return _json(request, PageAnswer(msgspec.json.encode(told)))
+        listed = {"jobs": found, "more": self._host.more_jobs}
+        return _json(request, PageAnswer(msgspec.json.encode(listed)))
 
     async def session(self, request: web.Request) -> web.StreamResponse:
-        # This only tells the page what to show. `act` decides by itself, whatever a page believes.
+        # This only tells the page what to show. `act` decides by itself, whatever a page assumes.
         may_act = self._host.may_act and request.get(ROLE) == Role.ACT
-        told = {"act": may_act, "map": "map" in self._panels}
-        return _json(request, PageAnswer(msgspec.json.encode(told)))
+        abilities = {"act": may_act, "map": "map" in self._panels}
+        return _json(request, PageAnswer(msgspec.json.encode(abilities)))
 
     async def panel(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        # `job` has chosen the source. Left in, it would make a second key for the same
-        # panel in the source's cache.
+        # `job` has selected the source. If it were left in, it would make a second key for the same panel in
+        # the source's cache.
         query = {k: v for k, v in request.query.items() if k != "job"}
         try:
             if name not in self._panels:
@@ -350,13 +352,14 @@ class _Page:
             name = request.match_info["name"]
             if name not in self._actions:
                 raise PageRefused(f"no action {name!r}: there are {', '.join(self._actions)}", 404)
-            # A request without a role has proven the job's token. It is no browser, and
-            # may do what the commands may.
+            # A request without a role has proven the job's token. It is not a browser's, and may do what the
+            # commands may.
             if not self._host.may_act or request.get(ROLE, Role.ACT) != Role.ACT:
                 raise PageRefused(
                     "this session may look and not act: open the page with `holdfast ui --act`", 403
                 )
-            # One byte more than is allowed tells a body that is too long from one of just this length.
+            # One byte more than is allowed distinguishes a body that is too long from one of exactly this
+            # length.
             text = await request.content.read(BODY_BYTES + 1)
             if len(text) > BODY_BYTES:
                 raise PageRefused(f"more than {BODY_BYTES} bytes", 413)
@@ -369,10 +372,11 @@ class _Page:
             return web.Response(status=error.status, text=f"{error}\n")
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """`Last-Event-ID` or `?after=`: a number of the ledger `?ledger=`."""
+        """Streams the events after `Last-Event-ID` or `?after=`, a number in the ledger `?ledger=`."""
         if self._streams >= STREAMS:
             return web.Response(status=503, text="too many viewers\n", headers={"Retry-After": "5"})
-        # A browser that connects again says where it was; its address still has where it began.
+        # A browser that connects again sends the last number that it received; its address still has the
+        # first one.
         last = request.headers.get("Last-Event-ID") or request.query.get("after", "0")
         try:
             after = whole({"after": last}, "after", 0) or 0
@@ -391,13 +395,13 @@ class _Page:
                 source.stream(after, request.query.get("ledger", "")[:QUERY_CHARS])
             ) as frames:
                 async for sent in frames:
-                    # Waits while the viewer does not read: what it has not read is in the ledger, and nowhere in this
-                    # process.
+                    # Waits while the viewer does not read: events that it has not read are in the ledger, and
+                    # are not buffered in this process.
                     async with asyncio.timeout(SEND_S):
                         await response.write(sent)
         except (ConnectionError, TimeoutError):
-            # A viewer that is gone is no error here. It comes back with the number of
-            # the entry that it saw last.
+            # A viewer that disconnects is no error. It comes back with the number of the entry that it
+            # received last.
             pass
         finally:
             self._streams -= 1

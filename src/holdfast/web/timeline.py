@@ -1,7 +1,8 @@
-"""A job's ledger as the page tells it, taken in entry by entry: incidents, decisions, what each node did, checkpoints.
+"""A job's ledger in the form that the page shows, read entry by entry: incidents, decisions, the states of each node,
+checkpoints.
 
-Pure. Whoever has a timeline reads on from `seq`, so a look costs what has happened since the last one, and not the length of
-the ledger. All lists are bounded. Of incidents that were let go, `bookmarks` say where the ledger tells of them.
+Pure. A timeline is updated from `seq` on, so an update costs as much as has happened since the last one, and not the
+length of the ledger. All lists are bounded. `bookmarks` say where the ledger reports incidents that were dropped.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from holdfast.protocol.wire.decoding import decode
 
 DECISIONS_KEPT = 2000
 INCIDENTS_KEPT = 2048
-"""The newest, and those that are open. Each is a kilobyte or two, and a job may have ten thousand."""
+"""Number of incidents that are kept: the newest, and those that are open. Each takes a kilobyte or two, and a job may
+have ten thousand."""
 BOOKMARK_EVERY = 64
-"""Incidents from one bookmark to the next; twice as many whenever there are `BOOKMARKS_KEPT`."""
+"""Number of incidents between two bookmarks; doubled whenever there are `BOOKMARKS_KEPT`."""
 BOOKMARKS_KEPT = 512
 FINDINGS_KEPT = 500
 CHECKPOINTS_KEPT = 500
 RUNS_KEPT = 200
-"""Of one node; the oldest are forgotten."""
+"""States kept of one node; the oldest are dropped."""
 LINES_KEPT = 200
 _DECISION = frozenset(
     {
@@ -51,10 +53,10 @@ _DECISION = frozenset(
         "checkpoint-unread",
     }
 )
-# `views.strip` shows nodes with a larger number first: a new state belongs where its urgency
-# is, and not at the end.
+# `views.strip` shows nodes with a larger number first, so a new state belongs where its urgency is, and not
+# at the end.
 STATES = ("trains", "waits", "held", "leaving", "sick", "lost", "gone")
-"""What a node does, by number."""
+"""The states of a node, by number."""
 _NODE_STATES = {
     "node-joined": "waits",
     "node-held": "held",
@@ -80,7 +82,8 @@ _NEEDED = {
     "saved": ("url",),
     "tier-failed": ("url", "reason"),
 }
-"""Fields without which an entry of the kind says nothing. Others may be missing: an older version did not know them."""
+"""Fields without which an entry of the kind cannot be used. Others may be missing, because an older version did not
+have them."""
 _WORKERS = '"workers":['
 _UNNAMED = '"unnamed":true'
 
@@ -89,71 +92,72 @@ _fields: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 
 
 class JobTimeline:
-    """What the page shows of a ledger. `add` takes entries in their order, each once."""
+    """The content of a ledger as the page shows it. `add` takes the entries in their order, each once."""
 
     def __init__(self, kept: int | None = None) -> None:
-        """kept: incidents, instead of `INCIDENTS_KEPT`."""
+        """kept: number of incidents, instead of `INCIDENTS_KEPT`."""
         self._kept = INCIDENTS_KEPT if kept is None else kept
         self.seq = 0
-        """Of the newest entry that was taken in."""
+        """Number of the newest entry that was read."""
         self.t_s = 0.0
-        """When that was, in seconds since the job's start."""
+        """The time of that entry, in seconds since the job's start."""
         self.began_utc = ""
         """When the ledger's first entry was written: its name, as for `Store.news`."""
         self.began_t_s = 0.0
         self.incidents: dict[int, dict[str, Any]] = {}
-        """Facts by number, with `seqs`: the first and the last entry that is about it; and `formed`: the entry of the generation
-        that it struck, None if there was none. The newest, see `INCIDENTS_KEPT`."""
+        """Facts by number, with `seqs`: the first and the last entry about the incident. The newest, see
+        `INCIDENTS_KEPT`."""
         self.newest = 0
         """The largest number of an incident."""
         self.forgotten = 0
-        """Incidents that were let go; of them `forgotten_failures` disturbed training, and `forgotten_went_back` lost steps."""
+        """Number of incidents that were dropped; `forgotten_failures` of them disturbed training, and
+        `forgotten_went_back` lost steps."""
         self.forgotten_failures = self.forgotten_went_back = 0
         self.bookmarks: list[tuple[int, int]] = []
-        """(number, entry that opened it, entry of its generation) of every so many incidents, ascending, so that a part of the
-        ledger is enough to tell of old ones."""
+        """(number, entry that opened it) of incidents at regular distances, ascending, so that reading a part of the
+        ledger is enough to show old ones."""
         self.findings: deque[dict[str, Any]] = deque(maxlen=FINDINGS_KEPT)
-        """What health rules found, oldest first: the fields, with `seq` and `t_s`."""
+        """Findings of health rules, oldest first: the fields, with `seq` and `t_s`."""
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
-        """Entries as in `entries`, of kinds that are decisions."""
+        """The entries, as in `entries`, whose kinds are decisions."""
         self.checkpoints: deque[dict[str, Any]] = deque(maxlen=CHECKPOINTS_KEPT)
         self.entries: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
-        """The newest entries: seq, t_s, kind, fields, and reason where an entry before has it."""
+        """The newest entries: seq, t_s, kind, fields, and a reason if an earlier entry gives one."""
         self.changes: deque[dict[str, Any]] = deque(maxlen=RUNS_KEPT)
         self.worlds: deque[tuple[float, int, int]] = deque(maxlen=DECISIONS_KEPT)
         """(t_s, step, workers) of each generation."""
         self.runs: dict[str, deque[tuple[float, int]]] = {}
-        """Node to (since when, number of the state in STATES), oldest first."""
+        """Node to (time of the change, number of the state in STATES), oldest first."""
         self.troubles: dict[str, int] = {}
-        """Node to how many incidents were its fault."""
+        """Node to the number of incidents that occurred on it."""
         self.tier_trouble: dict[str, str] = {}
         self.stall: dict[str, Any] | None = None
         """The newest verdict about a hang, with `seq` and `t_s`; None: there was none."""
         self.snapshots = (0, 0.0, 0.0)
-        """How many were complete, and when the first and the newest were."""
+        """Number of complete snapshots, and the times of the first and the newest one."""
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
         self._broke = ""
         self._every = BOOKMARK_EVERY
 
     def add(self, seq: int, t_s: float, utc: str, kind: str, text: str) -> None:
-        """text: the fields as JSON, as the ledger has them."""
+        """text: the fields as JSON, as they are in the ledger."""
         # An entry that is read twice must not count twice: `troubles` and the members are sums.
         if seq <= self.seq:
             return
         if not self.began_utc:
             self.began_utc, self.began_t_s = utc, t_s
-        # Entries are in order by their numbers. If a later one has an earlier time, the page's
-        # time still never runs back.
+        # Entries are ordered by their numbers. If a later one has an earlier time, the page's time still
+        # never goes back.
         self.seq, self.t_s = seq, max(self.t_s, t_s)
-        # Before the fields are decoded: the names of all workers are nearly all of such an entry.
+        # Before the fields are decoded: the names of all workers make up nearly all of such an entry.
         if kind in ("formed", "started"):
             text, came, left = self._members.changed(text)
             self._formed(t_s, came, left)
         try:
             fields = decode(_fields.decode, text, kind)
         except Damaged:
-            return  # of a damaged row the timeline says nothing, and of all others what they say
+            return  # a damaged row is skipped
         if not _fits(kind, fields):
             return
         if kind in FACTS:
@@ -172,33 +176,34 @@ class JobTimeline:
             self.changes.append({"seq": seq, **fields})
         if kind == "ended":
             self.ended = fields
-        self._say(seq, t_s, kind, fields)
+        self._add_entry(seq, t_s, kind, fields)
 
-    def _say(self, seq: int, t_s: float, kind: str, fields: dict[str, Any]) -> None:
-        # Sentences are made of what is shown, and not of all that is taken in: a sentence costs ten times what an entry does.
+    def _add_entry(self, seq: int, t_s: float, kind: str, fields: dict[str, Any]) -> None:
+        # Sentences are made only when they are shown, and not for every entry that is read: a sentence costs
+        # ten times as much as an entry.
         if kind in ("broke", "yield"):
             self._broke = fields.get("reason") or ""
-        told = {"seq": seq, "t_s": t_s, "kind": kind, "fields": fields, "reason": ""}
-        self.entries.append(told)
+        entry = {"seq": seq, "t_s": t_s, "kind": kind, "fields": fields, "reason": ""}
+        self.entries.append(entry)
         if kind in _DECISION:
             if kind == "formed":
-                # A generation follows from what ended the one before it.
-                told["reason"], self._broke = self._broke, ""
-            self.decisions.append(told)
+                # A generation is a consequence of the event that ended the one before it.
+                entry["reason"], self._broke = self._broke, ""
+            self.decisions.append(entry)
 
     def _incident(self, seq: int, kind: str, fields: dict[str, Any]) -> None:
         if fields["id"] not in self.incidents:
-            # A late word of one that was let go: it would come back as a new one, and count twice.
+            # A late event of an incident that was dropped: it would come back as a new one, and count twice.
             if self.forgotten and kind != "incident-opened" and fields["id"] <= self.newest:
                 return
             self._entered(fields["id"], seq)
         known = self.incidents[fields["id"]]
-        # A kind that comes later knows more. `first_t_s` stays: an incident that strikes again has a later time.
+        # Later kinds have more facts. `first_t_s` stays: an incident that strikes again has a later time.
         known.setdefault("first_t_s", fields.get("t_s"))
         add_facts(known, kind, fields)
         known["seqs"][1] = seq
         known["open"] = kind in ("incident-opened", "incident-resumed")
-        # Counted as it opens and only then: later events tell of the same incident.
+        # Counted only when it opens: later events are about the same incident.
         if kind == "incident-opened" and fields.get("node"):
             self.troubles[fields["node"]] = self.troubles.get(fields["node"], 0) + 1
 
@@ -210,7 +215,7 @@ class JobTimeline:
         if len(self.bookmarks) > BOOKMARKS_KEPT:
             self.bookmarks, self._every = self.bookmarks[::2], 2 * self._every
         if len(self.incidents) > self._kept:
-            # One that is open has more to come, which has to find it here.
+            # More events of an open incident will follow, and must find it here.
             gone = next((n for n, one in self.incidents.items() if not one["open"] and n != number), None)
             if gone is not None:
                 one = self.incidents.pop(gone)
@@ -219,8 +224,8 @@ class JobTimeline:
                 self.forgotten_went_back += not one.get("quiet") and bool(one.get("lost_steps"))
 
     def before(self, number: int) -> JobTimeline:
-        """A timeline that begins where the ledger tells of this incident at the latest. What is taken in from there is of its part
-        of the ledger, so it has no bound of its own."""
+        """A timeline that begins no later than the first entry about this incident. It is for reading that part of the
+        ledger, so it keeps all incidents."""
         found = JobTimeline(kept=self.newest)
         _, seq = max((one for one in self.bookmarks if one[0] <= number), default=(0, 1))
         found.seq = seq - 1
@@ -243,7 +248,7 @@ class JobTimeline:
         elif kind == "saved":
             found = {k: fields.get(k) for k in ("step", "url", "took_s", "skipped")}
             self.checkpoints.append({"t_s": t_s, "utc": utc, **found})
-            # A save that arrived is the one proof that a tier works again.
+            # Only a save that arrived proves that a tier works again.
             self.tier_trouble.pop(fields["url"], None)
         elif kind == "tier-failed":
             self.tier_trouble[fields["url"]] = fields["reason"]
@@ -256,7 +261,7 @@ class JobTimeline:
             self._becomes(node, t_s, _NODE_STATES[kind])
         if node and kind == "node-joined":
             self._members.renew(node)
-        # A departure was called off, so the node does what it did before. Nothing else says what that was.
+        # A departure was called off, so the node returns to its earlier state, which no entry gives.
         if kind == "node-stays" and node:
             self._becomes(node, t_s, "trains" if node in self._members.nodes else "waits")
 
@@ -264,7 +269,8 @@ class JobTimeline:
         for node in came:
             self._becomes(node, t_s, "trains")
         for node in left:
-            # What took it away was said before: only one that trained until now waits from now on.
+            # If the node failed, that was recorded before: only a node that trained until now waits from now
+            # on.
             if self.runs.get(node) and STATES[self.runs[node][-1][1]] == "trains":
                 self._becomes(node, t_s, "waits")
 
@@ -276,20 +282,20 @@ class JobTimeline:
 
 
 class _Members:
-    """Which nodes have workers in the newest generation.
+    """The nodes that have workers in the newest generation.
 
-    A generation names all its workers: of 16,000 that is a quarter of a megabyte, and two generations in a row differ in a
-    few. So the texts are compared, and only what differs is read.
+    An entry about a generation names all its workers: with 16,000 that is a quarter of a megabyte, and two generations
+    in a row differ by a few. So the texts are compared, and only the differences are parsed.
     """
 
     def __init__(self) -> None:
         self.nodes: dict[str, int] = {}
-        """Node to how many workers it has there."""
+        """Node to the number of its workers in the generation."""
         self._text = ""
         self._again: set[str] = set()
 
     def renew(self, node: str) -> None:
-        """A node came: if it is in the next generation, it is news even where it was in the one before."""
+        """A node joined: if the next generation has it, it counts as new even if the one before had it, too."""
         self._again.add(node)
 
     def changed(self, fields: str) -> tuple[str, set[str], set[str]]:
@@ -300,13 +306,14 @@ class _Members:
         begin += len(_WORKERS)
         end = fields.find("]", begin)
         text = fields[begin:end]
-        # A ledger lets go of the names of old generations, see `rollups.compact`: that says nothing of who came or left.
+        # The names of old generations are removed from a ledger, see `rollups.compact`: that says nothing
+        # about nodes that came or left.
         if not text and _UNNAMED in fields:
             return fields, set(), set()
         head, tail = _differ(self._text, text)
         old, new = self._text[head : len(self._text) - tail], text[head : len(text) - tail]
-        # The counts before anything changes. A name that only moves within the list leaves
-        # and comes, and is no news.
+        # The counts before anything changes. A name that only moves within the list is removed and added
+        # again, which is no change of its node.
         before = {
             node: self.nodes.get(node, 0)
             for name in (*_names(old), *_names(new))
@@ -322,7 +329,7 @@ class _Members:
         # A node that was lost and came back between two generations has the same name in both.
         came |= {n for n in self._again if n in self.nodes}
         self._again.clear()
-        # The list stays there, empty: whoever decodes the fields still finds its key.
+        # The list stays there, empty, so that decoding the fields still finds its key.
         return fields[:begin] + fields[end:], came, left
 
     def _count(self, node: str, by: int) -> None:
@@ -334,8 +341,8 @@ class _Members:
 
 
 def _fits(kind: str, fields: dict[str, Any]) -> bool:
-    """Whether the fields are of this kind. JSON of anything may be in a damaged ledger, and a later version's kinds are not
-    known here."""
+    """Whether the fields have the types of this kind. A damaged ledger may contain any JSON, and kinds of a later
+    version are not known here."""
     if any(fields.get(name) is None for name in _NEEDED.get(kind, ())):
         return False
     if kind not in ledger.EVENTS:
@@ -349,7 +356,7 @@ def _fits(kind: str, fields: dict[str, Any]) -> bool:
 
 @cache
 def _some_of(kind: str) -> type[msgspec.Struct]:
-    """The fields of a kind, any of which may be missing."""
+    """The fields of a kind, each of which may be missing."""
     event = ledger.EVENTS[kind]
     return msgspec.defstruct(
         "SomeOf",
@@ -358,9 +365,9 @@ def _some_of(kind: str) -> type[msgspec.Struct]:
 
 
 def _differ(a: str, b: str) -> tuple[int, int]:
-    """Lengths of the beginning and of the end that two lists of names have in common, in whole names."""
+    """Lengths of the common beginning and the common end of two lists of names, in whole names."""
     head = _common(len(a), len(b), lambda n: a[:n] == b[:n])
-    # In the middle of a name both would be read as half of one.
+    # Cut at a comma: in the middle of a name, parts of two names would be read as names.
     head = a.rfind(",", 0, head) + 1
     most = min(len(a), len(b)) - head
     tail = _common(most, most, lambda n: n == 0 or a[-n:] == b[-n:])
@@ -369,10 +376,10 @@ def _differ(a: str, b: str) -> tuple[int, int]:
 
 
 def _common(one: int, other: int, same: Any) -> int:
-    """The largest length for which `same` holds; it holds for all below."""
+    """The largest length for which `same` holds, if it also holds for all shorter ones."""
     low, high = 0, min(one, other)
-    # By halves, each comparison is one of slices. A loop over characters would be a step
-    # of Python for each of them.
+    # By bisection, with one comparison of slices at each step. A loop over characters would take a step of
+    # Python for each of them.
     while low < high:
         middle = (low + high + 1) // 2
         if same(middle):

@@ -1,5 +1,5 @@
-"""What each panel of the page shows, and what safety costs the job, as plain values: from the job's status and the timeline of its
-ledger. Pure.
+"""The content of each panel of the page, and the cost of fault tolerance for the job, as plain values: from the job's
+status and the timeline of its ledger. Pure.
 
 The status is a dict that `coordinator.service.job_view` makes of the core's state. Unknown is None, durations are seconds.
 """
@@ -25,12 +25,12 @@ from holdfast.web.timeline import FINDINGS_KEPT, STATES, JobTimeline
 Status = Mapping[str, Any]
 
 BARS = 400
-"""At most so many bars of the timeline; of more, those that are near each other are one with a count."""
+"""The most bars of the timeline; if there are more, neighbouring ones are merged into one with a count."""
 ROWS = 60
-"""Rows of the strip; the other nodes are one row."""
+"""Rows of the strip; the other nodes share one row."""
 SHOWN = 50
 BEGINS_S = 600.0
-"""So long the first generation may take before a person is asked for nodes."""
+"""How long the first generation may take, in seconds, before a person is asked for nodes."""
 MARKS = 300
 _ORDER = {name: number for number, name in enumerate(STATES)}
 _SHOWN_OF_INCIDENT = (
@@ -43,17 +43,18 @@ _SHOWN_OF_FINDING = (
     "shared", "at_step",
 )  # fmt: skip
 FINDING_MARKS = 100
-"""Findings that curves are marked with, the newest."""
+"""Number of findings that are marked on curves, the newest."""
 
 
 def headline(status: Status) -> dict[str, Any]:
-    """The first line: what the job does, in words, and since when. tone: good, busy, bad or over, for a shape and a colour."""
-    word = job_word(status["phase"], status["outcome"])
+    """The first line: the state of the job in words, and since when. tone: good, busy, bad or over, which selects a
+    shape and a colour."""
+    state = job_word(status["phase"], status["outcome"])
     parts = [f"{units.count(status['world'])} of {units.plural(status['target'], 'worker')}"]
     if status["step"] is not None:
         parts.insert(0, f"step {units.count(status['step'])}")
     why = _why_not(status)
-    return {"word": word, "tone": _tone(status), "text": ", ".join(parts), "why": why}
+    return {"word": state, "tone": _tone(status), "text": ", ".join(parts), "why": why}
 
 
 def _tone(status: Status) -> str:
@@ -65,10 +66,10 @@ def _tone(status: Status) -> str:
 
 
 def _why_not(status: Status) -> str:
-    """Why it does not train, or not at full strength; empty: it does, or is over as it should be."""
+    """Why the job does not train, or not at full strength; empty: it does, or has ended as intended."""
     if status["phase"] == "ended":
         return status["reason"] or ""
-    # A quiet incident costs no training, so it explains nothing that a person sees.
+    # A quiet incident costs no training, so it does not explain the state that a person sees.
     standing = [i for i in status["incidents"] if not i["quiet"]]
     if standing:
         newest = standing[-1]
@@ -81,10 +82,11 @@ def _why_not(status: Status) -> str:
 
 
 def todo(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
-    """What a person has to do, the most urgent first; empty: nothing. urgent: the job suffers until it is done."""
+    """Things that a person has to do, the most urgent first; empty: nothing. urgent: the job is impaired until it is
+    done."""
     found: list[dict[str, Any]] = []
 
-    def say(urgent: bool, text: str, how: str = "") -> None:
+    def add(urgent: bool, text: str, how: str = "") -> None:
         found.append({"urgent": urgent, "text": text, "how": how})
 
     job = status["job"]
@@ -95,59 +97,60 @@ def todo(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
                 if status["blame"]
                 else status["reason"] or "its coordinator was killed"
             )
-            say(True, f"The job {status['outcome']}: {cause}", f"holdfast report --job {job}")
+            add(True, f"The job {status['outcome']}: {cause}", f"holdfast report --job {job}")
         return found
     if status["ledger_trouble"]:
-        say(True, f"Make room for the ledger, or make it writable: {status['ledger_trouble']}", "df -h")
+        add(True, f"Make room for the ledger, or make it writable: {status['ledger_trouble']}", "df -h")
     for tier in status["saving"]["tiers"]:
         if tier["failing"]:
             why = timeline.tier_trouble.get(tier["url"], "")
-            say(
+            add(
                 True,
                 f"Checkpoints do not reach {tier['url']}{': ' + why if why else ''}",
                 "holdfast checkpoint ls",
             )
         elif tier["slow"]:
-            say(
+            add(
                 True,
                 f"{tier['url']} takes nothing any more: a checkpoint stands still",
                 f"holdfast status --job {job}",
             )
     # Nodes of a job that has only just begun are on their way, whether or not anybody has ordered them.
     begins = status["generation"] == 0 and status["t_s"] < BEGINS_S
-    # Not while a node is on its way: whoever adds another one would pay for one too many.
+    # Not while a node is on its way: a person who adds another one would pay for one too many.
     short = status["phase"] == "gathering" and status["ready"] < status["target"]
     if short and not status["coming"] and not begins:
         missing = status["target"] - status["ready"]
-        say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
+        add(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
     for ask in status["health"]["asks"]:
         where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
-        say(False, f"Inspect {ask['node']}: {ask['text']}", where)
-    # Only of a job that was started with spares: to any other the lack of one is no news.
+        add(False, f"Inspect {ask['node']}: {ask['text']}", where)
+    # Only for a job that was started with spares: in any other job none are expected.
     if status["wants_spares"] and not status["spares"] and not begins:
-        say(False, "Add a node: no spare is left, so the next lost node costs strength", "")
+        add(False, "Add a node: no spare is left, so the next lost node costs strength", "")
     for slow in status["slow"]:
-        say(
+        add(
             False,
             f"Look at rank {units.text(slow['rank'])} on {slow['node']}: it takes {slow['ratio']:.2f} times its peers' time, "
             f"and they wait {units.share(slow['share'])} of the time",
             f"holdfast status --job {job}",
         )
     for loss in _losses(status):
-        say(False, loss["text"], loss["how"])
-    # The sort is stable, so within a group the order is the one in which things are said above.
+        add(False, loss["text"], loss["how"])
+    # The sort is stable, so each group keeps the order in which the items were added above.
     return sorted(found, key=lambda one: not one["urgent"])
 
 
 def _losses(status: Status) -> list[dict[str, Any]]:
-    """See `goodput.losses`: of the last hour, so that what was mended before goes away; of a younger job, of all of it."""
+    """See `goodput.losses`. Of the last hour, so that a loss disappears after it was fixed; for a younger job, of its
+    whole time."""
     whole = status["goodput"]
     recent = whole.get("recent") or {}
     return losses(recent if recent.get("wall_s") else whole, status["micro_batches"])
 
 
 def nothing(status: Status) -> str:
-    """What an empty list of things to do says."""
+    """The text for an empty list of things to do."""
     if status["phase"] == "ended":
         return "Nothing: the job is over."
     if any(not i["quiet"] for i in status["incidents"]):
@@ -156,8 +159,8 @@ def nothing(status: Status) -> str:
 
 
 def now(status: Status, timeline: JobTimeline) -> dict[str, Any]:
-    """The panel at the top, and what changes with every step. simulated: of a job in a simulated cluster, its size and the
-    speed of its time; None: of every other."""
+    """The panel at the top, and everything that changes with every step. simulated: for a job in a simulated cluster,
+    its size and the speed of its time; None for every other job."""
     median = typical(timeline)
     opened = [
         {k: i.get(k) for k in _SHOWN_OF_INCIDENT} | {"usual_s": median.get(str(i.get("cause_kind")))}
@@ -179,7 +182,7 @@ def now(status: Status, timeline: JobTimeline) -> dict[str, Any]:
         "nothing": nothing(status),
         "open": opened,
         "tiers": tiers(status, timeline),
-        # Of a job that is over nothing is to be done now: its next start is what a setting mends.
+        # For a job that has ended nothing has to be done now: a setting only improves its next start.
         "goodput": waterfall(status["goodput"])
         | {
             "losses": losses(status["goodput"], status["micro_batches"])
@@ -200,12 +203,14 @@ def now(status: Status, timeline: JobTimeline) -> dict[str, Any]:
 
 
 def tiers(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
-    """Where the state is, the nearest first: what is lost if all that is nearer is lost with it."""
+    """The places where the state is saved, the nearest first; for each, how much work is lost if all nearer ones are
+    lost as well."""
     rows: list[dict[str, Any]] = []
     step, rate, ended = status["step"], status["pace"]["steps_per_s"], status["phase"] == "ended"
-    # The last state is saved when the core has decided everything, so only the ledger has it. Until then both have the same.
+    # The final save comes after the core has decided everything, so only the ledger has it. Until then both
+    # have the same.
     saved = {one["url"]: one for one in timeline.checkpoints} if ended else {}
-    # The agents of a job that has ended gave their memory back.
+    # The agents of a job that has ended have released their memory.
     if (snapshot := status["saving"]["snapshot"]) and not ended:
         copies = snapshot["nodes"]
         rows.append(
@@ -225,7 +230,7 @@ def tiers(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
             age_s = round(status["t_s"] - last["t_s"], 3)
             tier = {**tier, "step": last["step"], "age_s": age_s, "under_way": None}
         note = "" if tier["under_way"] is None else f"step {units.count(tier['under_way'])} is on its way"
-        # A tier that has nothing yet is not good: nothing could be loaded from it.
+        # A tier with nothing in it is not good: nothing could be loaded from it.
         if tier["step"] is None and state == "good":
             state = "nothing yet"
         rows.append(
@@ -240,7 +245,7 @@ def tiers(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
             }
         )
     for row in rows:
-        # A job that went back may be behind its own save. A lag below zero would read like an error.
+        # A job that went back may be behind its own save. A negative lag would read like an error.
         lag = None if step is None or row["step"] is None else max(0, step - row["step"])
         row["lag_steps"] = lag
         row["lag_s"] = None if lag is None or not rate else round(lag / rate, 3)
@@ -248,7 +253,8 @@ def tiers(status: Status, timeline: JobTimeline) -> list[dict[str, Any]]:
 
 
 def waterfall(goodput: Mapping[str, Any]) -> dict[str, Any]:
-    """Every second of wall time of the newest `holdfast run` in one class, and of its last hour, in the classes' own order."""
+    """The wall time of the newest `holdfast run`, with every second in exactly one class, and that of its last hour, in
+    the order of the classes."""
 
     def bars(part: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [
@@ -267,9 +273,9 @@ def waterfall(goodput: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typical(timeline: JobTimeline) -> dict[str, float]:
-    """Kind of a cause to the median seconds from fault to full strength, of the newest incidents of that kind."""
+    """Kind of a cause to the median seconds from fault to full strength, over the newest incidents of that kind."""
     kinds: dict[str, list[float]] = {}
-    # A list first, made in one go: another thread may be taking entries in.
+    # A list first, made in one operation: another thread may be adding entries.
     for incident in list(timeline.incidents.values())[-200:]:
         took = incident.get("full_strength_s")
         if took is not None and not incident.get("quiet"):
@@ -283,7 +289,8 @@ def incidents(
     count: int = SHOWN,
     older: Mapping[int, Mapping[str, Any]] = {},
 ) -> dict[str, Any]:
-    """The newest incidents, or those before a number, newest first. older: those that the timeline has let go, of `wanted`."""
+    """The newest incidents, or those before a number, newest first. older: incidents that the timeline has dropped, as
+    listed by `wanted`."""
     there = {**older, **timeline.incidents}
     numbers = sorted((n for n in there if before is None or n < before), reverse=True)
     shown = numbers[:count]
@@ -296,14 +303,15 @@ def incidents(
 
 
 def wanted(timeline: JobTimeline, before: int | None, count: int) -> list[int]:
-    """Of the `count` incidents before a number, those that the timeline has let go, ascending. before: None: the newest."""
+    """Of the `count` incidents before a number, those that the timeline has dropped, ascending. before: None: the
+    newest."""
     last = timeline.newest if before is None else min(before - 1, timeline.newest)
     first = max(1, last - count + 1)
     return [n for n in range(first, last + 1) if n not in timeline.incidents] if timeline.forgotten else []
 
 
 def findings(timeline: JobTimeline, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
-    """What health rules found, newest first; `before`: the number of an entry."""
+    """The findings of health rules, newest first; `before`: the number of an entry."""
     there = [f for f in reversed(timeline.findings) if before is None or f["seq"] < before]
     return {
         "findings": [finding(f) for f in there[:count]],
@@ -313,7 +321,7 @@ def findings(timeline: JobTimeline, before: int | None = None, count: int = SHOW
 
 
 def finding(one: Mapping[str, Any]) -> dict[str, Any]:
-    """A finding as it is shown. severity_what, remedy_what: what the words mean."""
+    """A finding as it is shown. severity_what, remedy_what: descriptions of the two values."""
     shown = {k: one.get(k) for k in _SHOWN_OF_FINDING}
     return shown | {
         "evidence": printable(str(one.get("evidence") or "")),
@@ -329,7 +337,7 @@ def _shown(incident: Mapping[str, Any]) -> dict[str, Any]:
 def incident_timeline(
     timeline: JobTimeline, until_s: float, first_s: float = 0.0, bars: int = BARS
 ) -> dict[str, Any]:
-    """Bars from fault to full strength, with stall and phases; where there are more than fit, groups with a count."""
+    """Bars from fault to full strength, with stall and phases; where there are too many, groups with a count."""
     there = [i for i in timeline.incidents.values() if first_s <= (i.get("first_t_s") or 0.0) <= until_s]
     if len(there) <= bars:
         shown = [_bar(i, until_s) for i in there]
@@ -354,8 +362,7 @@ def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
         "kind": _kind(incident),
         "stall_s": incident.get("stall_s"),
         "full_s": full,
-        # Durations count from `t_s`, the newest strike, and `begun` is the first.
-        # An open one lasts until now.
+        # Durations count from `t_s`, the newest occurrence, and `begun` is the first.
         "end_s": (incident.get("t_s") or begun) + full if full is not None else until_s,
         "open": bool(incident.get("open")),
         "quiet": bool(incident.get("quiet")),
@@ -368,18 +375,18 @@ def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
 def _grouped(
     there: Sequence[Mapping[str, Any]], first_s: float, until_s: float, bars: int
 ) -> list[dict[str, Any]]:
-    # A job that has just begun has a range of no length, by which nothing could be divided.
+    # The range of a job that has just begun is empty, and dividing by it would fail.
     width = max(1e-9, (until_s - first_s) / bars)
     groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for incident in there:
         place = int(((incident.get("first_t_s") or 0.0) - first_s) / width)
-        # Kinds stay apart: a group of two kinds would hide the rarer one behind the worse one.
+        # Groups never mix kinds: a group of two kinds would hide the rarer one behind the worse one.
         groups.setdefault((place, _kind(incident)), []).append(incident)
     shown = []
     for members in groups.values():
         worst = max(members, key=lambda i: i.get("stall_s") or 0.0)
         shown.append({**_bar(worst, until_s), "n": len(members), "open": any(i.get("open") for i in members)})
-    # The kinds share a place: of those with the most bars the longest stalls stay.
+    # The kinds share the space: of those with the most bars, the longest stalls are kept.
     return sorted(shown, key=lambda b: (-(b["stall_s"] or 0.0), b["t_s"]))[: 2 * bars]
 
 
@@ -392,20 +399,21 @@ def _kind(incident: Mapping[str, Any]) -> str:
 def decisions(timeline: JobTimeline, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
     """The newest decisions with their reasons, newest first."""
     there = (e for e in reversed(timeline.decisions) if before is None or e["seq"] < before)
-    told = (d for e in there if (d := _decision(e)) is not None)
-    # Sentences are made as they are taken, so an answer costs what it shows and not what is kept.
-    shown = list(islice(told, count))
-    return {"decisions": shown, "more": next(told, None) is not None}
+    readable = (d for e in there if (d := _decision(e)) is not None)
+    # Sentences are made one by one as they are needed, so an answer costs as much as it shows and not as much
+    # as is kept.
+    shown = list(islice(readable, count))
+    return {"decisions": shown, "more": next(readable, None) is not None}
 
 
 def _decision(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None: it is of no interest to a person."""
+    """A decision as it is shown; None: it is of no interest to a person."""
     line, fields = event_line(entry, width=400), entry["fields"]
     if not line:
         return None
-    told: dict[str, Any] = {k: entry[k] for k in ("seq", "t_s", "kind", "reason")} | {"text": line}
+    shown: dict[str, Any] = {k: entry[k] for k in ("seq", "t_s", "kind", "reason")} | {"text": line}
     if entry["kind"] == "verdict":
-        told |= {
+        shown |= {
             "incident": fields.get("incident"),
             "node": fields.get("node"),
             "text": remedy_text(fields["does"]),
@@ -414,25 +422,25 @@ def _decision(entry: Mapping[str, Any]) -> dict[str, Any] | None:
             "would": remedy_text(fields["would"]) if fields.get("would") != fields["does"] else "",
             "weighed": fields.get("weighed") or [],
         }
-    return told
+    return shown
 
 
 def lines(timeline: JobTimeline) -> dict[str, Any]:
-    """The newest entries that people read, newest first: [seq, t_s, kind, sentence]."""
-    told = ((e, event_line(e, width=400)) for e in reversed(timeline.entries))
-    return {"lines": [[e["seq"], e["t_s"], e["kind"], line] for e, line in told if line]}
+    """The newest entries that are of interest to people, newest first: [seq, t_s, kind, sentence]."""
+    sentences = ((e, event_line(e, width=400)) for e in reversed(timeline.entries))
+    return {"lines": [[e["seq"], e["t_s"], e["kind"], line] for e, line in sentences if line]}
 
 
 def strip(timeline: JobTimeline, until_s: float, rows: int = ROWS) -> dict[str, Any]:
-    """What each node did, the worst first. Nodes that trained all the time are one row together.
+    """The states of each node over time, the worst first. Nodes that trained all the time share one row.
 
-    A row: [node, incidents, runs], a run: [since, number of its state]. stops: when all stood still.
+    A row: [node, incidents, runs], a run: [since, number of its state]. stops: when training stood still.
     """
     plain, others = 0, []
     for node, runs in timeline.runs.items():
         states = {number for _, number in runs}
-        # It waited and then trained. Nearly every node of a large job did, and their
-        # rows would bury the others.
+        # It waited and then trained. This is true of nearly every node of a large job, and their rows would
+        # hide the others.
         if states <= {_ORDER["trains"], _ORDER["waits"]} and len(runs) <= 2 and node not in timeline.troubles:
             plain += 1
         else:
@@ -443,7 +451,7 @@ def strip(timeline: JobTimeline, until_s: float, rows: int = ROWS) -> dict[str, 
         return (-timeline.troubles.get(node, 0), -runs[-1][1], node)
 
     others.sort(key=badness)
-    # A small job fits as it is, and a person wants to see all of its nodes.
+    # A small job fits completely, and a person wants to see all of its nodes.
     if len(timeline.runs) <= rows:
         others = sorted(timeline.runs.items(), key=badness)
         plain = 0
@@ -471,15 +479,17 @@ def checkpoints(
     read_back: ReadBack,
     count: int = SHOWN,
 ) -> dict[str, Any]:
-    """Checkpoints that durable tiers have still, the newest first, and the snapshot in memory.
+    """Checkpoints that durable tiers still have, the newest first, and the snapshot in memory.
 
-    there: of `timeline.checkpoints`, those that tiers have still, the newest first. read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
-    has looked since it was saved.
+    there: those of `timeline.checkpoints` that tiers still have, the newest first. read_back: the newest verification
+    of each, as `holdfast checkpoint verify` stored it. `whole` and `verified_utc` are None if a checkpoint has not been
+    verified since it was saved.
     """
     shown = []
     for one in there[:count]:
         note = read_back.get((one["url"], one["step"]))
-        # The step may have been saved again since. Both times are in UTC and of one form, so they compare as text.
+        # The step may have been saved again since. Both times are in UTC and in one format, so they compare
+        # as text.
         if note is not None and note.utc < one["utc"]:
             note = None
         found = {"whole": note.whole, "verified_utc": note.utc, "why": note.why} if note else _NOT_READ_BACK
@@ -491,7 +501,8 @@ _NOT_READ_BACK = {"whole": None, "verified_utc": None, "why": ""}
 
 
 def stall(timeline: JobTimeline) -> dict[str, Any]:
-    """The newest hang: who held up the others, where each rank stood, who waited for whom, and its incident."""
+    """The newest hang: the ranks that held up the others, where each rank stood, which ranks waited for which, and its
+    incident."""
     found = timeline.stall
     if found is None:
         return {"stall": None}
@@ -510,8 +521,8 @@ def stall(timeline: JobTimeline) -> dict[str, Any]:
 
 
 def marks(timeline: JobTimeline) -> list[dict[str, Any]]:
-    """What the curves are marked with: incidents, of many the longest stalls; changes of the size; and findings of health rules
-    whose `at_step` is known."""
+    """The marks on the curves: incidents, if there are many those with the longest stalls; changes of the size; and
+    findings of health rules whose `at_step` is known."""
     found = [
         {
             "step": i["at_step"],
@@ -555,17 +566,19 @@ def marks(timeline: JobTimeline) -> list[dict[str, Any]]:
 
 
 def marks_curves(finding: Mapping[str, Any]) -> bool:
-    """A rule on trial, and one that could not be told, say nothing of the loss."""
+    """Whether a finding is marked. One of a rule on trial, or one whose condition is unknown, says nothing about the
+    loss."""
     return not finding.get("dry_run") and finding.get("condition") in (None, "faulty")
 
 
 def ranks(
     rows: Sequence[Mapping[str, Any]], chosen: str = "", first: int = 0, count: int = 60
 ) -> dict[str, Any]:
-    """A window of the table of ranks. chosen: words that must all match: `node:NAME`, `slow`, `waits`, or part of a row."""
-    # Each word is looked for in thousands of rows, on a thread that others wait for.
-    words = chosen.lower().split()[:8]
-    there = [row for row in rows if all(_matches(row, word) for word in words)] if words else rows
+    """A window of the table of ranks. chosen: filters that must all match: `node:NAME`, `slow`, `waits`, or part of a
+    row."""
+    # Each filter is looked for in thousands of rows, on a thread that others wait for.
+    filters = chosen.lower().split()[:8]
+    there = [row for row in rows if all(_matches(row, one) for one in filters)] if filters else rows
     return {
         "ranks": list(there[first : first + count]),
         "count": len(there),
@@ -574,32 +587,34 @@ def ranks(
     }
 
 
-def _matches(row: Mapping[str, Any], word: str) -> bool:
-    if word.startswith("node:"):
-        return str(row["node"]).lower() == word.removeprefix("node:")
-    if word == "slow":
+def _matches(row: Mapping[str, Any], wanted: str) -> bool:
+    if wanted.startswith("node:"):
+        return str(row["node"]).lower() == wanted.removeprefix("node:")
+    if wanted == "slow":
         return bool(row["ratio"])
-    if word == "waits":
+    if wanted == "waits":
         return str(row["state"]) not in ("training",)
     text = f"{row['rank']} {row['worker']} {row['node']} {row['state']}".lower()
-    return word in text
+    return wanted in text
 
 
 RECOVERY = (
     TimeClass.DETECT, TimeClass.DECIDE, TimeClass.REPLACE, TimeClass.JOIN, TimeClass.RESTORE, TimeClass.FIRST_STEP,
 )  # fmt: skip
-"""Classes of time that failures take, beside the steps that are done again."""
+"""Classes of time that failures take, in addition to the steps that are repeated."""
 
 
 # ---------------------------------------------------------------- cost
-# What safety costs this job, by its own figures, and what another interval between snapshots would cost.
+# The cost of fault tolerance for this job, from its own figures, and the cost of another interval between
+# snapshots.
 #
-# The formulas are those of `holdfast plan`; nothing is assumed that the job has not shown itself.
+# The formulas are those of `holdfast plan`; only figures of this job go into them.
 
 
 def cost(timeline: JobTimeline, goodput: Mapping[str, Any]) -> dict[str, Any]:
-    """incidents, mtbf_s, each_s: what one takes; went_back: those that lost steps; snapshots: their number, every_s,
-    snapshot_s; now, best: an interval, and the share of time that is kept with it; words. Unknown is None."""
+    """incidents; mtbf_s; each_s: the time that one takes; went_back: the number of those that lost steps; snapshots:
+    their number; every_s; snapshot_s; now, best: an interval, and the share of time that is kept with it; words.
+    Unknown is None."""
     classes, wall_s = goodput.get("classes") or {}, goodput.get("wall_s")
     there = [i for i in list(timeline.incidents.values()) if not i.get("quiet")]
     failures = len(there) + timeline.forgotten_failures
@@ -621,16 +636,18 @@ def cost(timeline: JobTimeline, goodput: Mapping[str, Any]) -> dict[str, Any]:
     if went_back and wall_s:
         recovery_s = sum(classes.get(kind, 0.0) for kind in RECOVERY) / failures
         found |= _expected(wall_s / went_back, recovery_s, found["every_s"], found["snapshot_s"])
-    found["words"] = _words(found)
+    found["words"] = _summary(found)
     return found
 
 
 def _expected(
     mtbf_s: float, recovery_s: float, every_s: float | None, save_s: float | None
 ) -> dict[str, Any]:
-    """Both by the same formula: the job's own share has its luck in it, and would not compare.
+    """The present and the best interval, both evaluated by the same formula: the share that was measured in the job
+    depends on chance, and could not be compared.
 
-    mtbf_s: between failures that went back to a snapshot. Of one that lost no step an interval changes nothing.
+    mtbf_s: between failures that went back to a snapshot. The interval makes no difference to failures that lost no
+    step.
     """
     if every_s is None or not save_s:
         return {}
@@ -643,21 +660,21 @@ def _expected(
     return {"now": share(every_s), "best": share(best_s)}
 
 
-def _words(found: Mapping[str, Any]) -> str:
+def _summary(found: Mapping[str, Any]) -> str:
     if not found["incidents"]:
         return "No failure so far: snapshots are all that safety has cost."
-    told = (
+    text = (
         f"{units.plural(found['incidents'], 'failure')}, one in {units.seconds(found['mtbf_s'])}, "
         f"each took {units.seconds(found['each_s'])}."
     )
     if not found["went_back"]:
-        return f"{told} None of them went back to a snapshot, so another interval between snapshots would have kept no more."
-    told += f" {found['went_back']} went back to a snapshot."
+        return f"{text} None of them went back to a snapshot, so another interval between snapshots would have kept no more."
+    text += f" {found['went_back']} went back to a snapshot."
     if found["best"] is None:
-        return told
+        return text
     now, best = found["now"], found["best"]
     same = abs(best["share"] - now["share"]) < 0.001
-    told += f" With a snapshot every {units.seconds(now['every_s'])}, {units.share(now['share'])} of the time is kept at this rate"
+    text += f" With a snapshot every {units.seconds(now['every_s'])}, {units.share(now['share'])} of the time is kept at this rate"
     if same:
-        return f"{told}; no other interval keeps noticeably more."
-    return f"{told}; every {units.seconds(best['every_s'])}, {units.share(best['share'])} would be."
+        return f"{text}; no other interval keeps noticeably more."
+    return f"{text}; every {units.seconds(best['every_s'])}, {units.share(best['share'])} would be."
