@@ -1,4 +1,5 @@
-"""What stands beside a job: planning, simulation, checks of nodes, corpora, conversion, trackers, monitoring.
+"""Tools beside a job: planning, simulation, checks of nodes, corpora, conversion, trackers, monitoring.
 
-No job that trains imports anything of it: the linter holds that (pyproject.toml). A process beside the job may be started from it.
+No job that trains imports anything from here, which the linter enforces (pyproject.toml). A job may start a tool as a
+separate process.
 """

@@ -13,10 +13,10 @@ from holdfast.tools.checks.suite import run_checks
 
 
 def main() -> int:
-    """Runs what is asked for."""
+    """Runs the checks of the task."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-    # Duplicated before any library is loaded: NCCL and drivers print to descriptor 1 itself, past
-    # sys.stdout. What they print goes to stderr, and is no result.
+    # Duplicated before any library is loaded: NCCL and drivers print to descriptor 1 itself, past sys.stdout.
+    # Their output goes to stderr, because it is not a result.
     out = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(out, "wb", buffering=0) as results:

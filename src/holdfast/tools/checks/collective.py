@@ -17,8 +17,8 @@ LARGE_BYTES = 1 << 30
 
 
 def check_all_reduce(task: Task) -> Iterator[CheckResult]:
-    """Bus bandwidth as nccl-tests counts it: 2 (n - 1) / n of the bytes over the time. One process on each node, with
-    its first GPU. The sum must be exact."""
+    """Measures bus bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes over the time. One process on each
+    node, with its first GPU. The sum must be exact."""
     try:
         import torch
 
@@ -36,7 +36,7 @@ def check_all_reduce(task: Task) -> Iterator[CheckResult]:
         timedelta(seconds=PATIENCE_S),
         use_libuv=False,
     )
-    # All nodes must take the same backend, and whether NCCL will do depends on the node that has no GPU.
+    # All nodes must use the same backend, so a single node without a GPU rules out NCCL.
     store.set(f"cuda-{rank}", str(int(cuda)))
     with_gpus = all(store.get(f"cuda-{other}") == b"1" for other in range(world))
     backend = "nccl" if with_gpus and dist.is_nccl_available() else "gloo"
@@ -54,7 +54,7 @@ def check_all_reduce(task: Task) -> Iterator[CheckResult]:
 def reduce_and_judge(
     dist: Any, device: Any, rank: int, world: int, nbytes: int, seconds: float, how: str
 ) -> CheckResult:
-    """The best of several rounds; everyone makes as many as rank 0 says."""
+    """The best of several rounds; every node makes as many rounds as rank 0 decides."""
     import torch
 
     values = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
@@ -77,7 +77,7 @@ def reduce_and_judge(
                 condition=Condition.FAULTY,
                 detail=f"a sum over {world} nodes is wrong; {how}",
             )
-        # Rank 0 alone looks at the clock. If every node decided for itself, one would stop a round early and
+        # Only rank 0 looks at the clock. If every node decided for itself, one would stop a round early and
         # the others would wait for it until the timeout.
         go_on.fill_(1.0 if rank == 0 and (rounds < 3 or time.monotonic() - began_s < seconds) else 0.0)
         dist.all_reduce(go_on)

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import torch
 
 SIZE = 384
-"""Of the square matrices: three of them fit into a core's own cache."""
+"""Size of the square matrices: three of them fit into a core's own cache."""
 
 SEED = 20261121
 
 
 class CoreRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one core did."""
+    """The rounds of one core."""
 
     core: int
     digest: str
-    """Of its first round."""
+    """Digest of its first round."""
     rounds: int
     seconds: float
     wrong: int = 0
-    """Rounds that differed from its first."""
+    """Number of rounds that differed from its first."""
 
 
 def check_cpu(task: Task) -> Iterator[CheckResult]:
@@ -98,7 +98,7 @@ def work_once(a: Any, b: Any, vector: Any) -> str:
 
 
 def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
-    """Rounds on the core that this thread is pinned to, for so long; two at least."""
+    """Runs rounds on the core to which this thread is pinned, for `seconds`, but at least two."""
     began_s = time.monotonic()
     first = work_once(*operands)
     rounds, wrong = 1, 0
@@ -111,7 +111,7 @@ def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
 
 
 def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
-    """Every core must have the bits that most have, in every round."""
+    """Compares the cores: each must have the majority's bits in every round."""
     digests = [r.digest for r in runs]
     # The majority on one machine has one model and one library, so it must agree bit by bit.
     common = statistics.mode(digests)
@@ -125,20 +125,20 @@ def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
             model=model,
             digest=common,
         )
-    told = ", ".join(
+    cores = ", ".join(
         f"core {r.core} ({r.wrong} of {r.rounds} rounds)" if r.wrong else f"core {r.core}" for r in bad[:8]
     )
     return CheckResult(
         name="cpu-bits",
         condition=Condition.FAULTY,
-        detail=f"the same arithmetic gave other bits on {told}",
+        detail=f"the same arithmetic gave other bits on {cores}",
         model=model,
         digest=common,
     )
 
 
 def _speed(runs: list[CoreRun]) -> CheckResult:
-    """All cores together; the slowest one is named where it is far behind."""
+    """The speed of all cores together; the slowest core is named if it is far behind."""
     flop = 2 * SIZE**3
     rates = {r.core: r.rounds * flop / r.seconds / 1e9 for r in runs}
     slowest = min(rates, key=lambda core: rates[core])

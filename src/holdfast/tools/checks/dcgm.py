@@ -15,14 +15,15 @@ from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.wire.decoding import decode
 
 LEVELS = ((30.0, 1), (180.0, 2), (1200.0, 3))
-"""Seconds that a level takes, with room to spare: 1: some 30 s, 2: two minutes, 3: a quarter of an hour."""
+"""Seconds that each level takes, with a margin: level 1 takes some 30 s, 2 two minutes, 3 a quarter of an hour."""
 
 _CONDITIONS = {"pass": Condition.HEALTHY, "warn": Condition.HEALTHY, "fail": Condition.FAULTY}
-"""A warning is about how the machine is set up (persistence mode, another clock); it is shown, and is no fault."""
+"""A warning concerns the configuration of the machine (persistence mode, another clock); it is shown, but is no fault."""
 
 
 def check_dcgm(task: Task) -> Iterator[CheckResult]:
-    """The level that fits the time: 1, or more where each check may last longer. Nothing where it is not installed."""
+    """Runs the level that fits the time: 1, or more if each check may last longer. Gives no result if the tool is not
+    installed."""
     if (command := shutil.which("dcgmi")) is None:
         return
     level = level_for(task.seconds)
@@ -46,10 +47,10 @@ def level_for(seconds: float) -> int:
 
 
 def parse_diag(text: str, error: str = "") -> list[CheckResult]:
-    """The results of `dcgmi diag -j`, one for every test of every GPU. Tests that were skipped are left out.
+    """Parses the output of `dcgmi diag -j`: one result for every test of every GPU. Tests that were skipped are left out.
 
     Raises:
-        CannotCheck: it says that it could not run, or what it says cannot be understood.
+        CannotCheck: the tool could not run, or its output cannot be parsed.
     """
     # Warnings of the host engine may come before the JSON.
     begin = text.find("{")
@@ -74,28 +75,28 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
             for result in test.get("results", []):
                 if (made := _result(str(test.get("name", "?")), result)) is not None:
                     found.append(made)
-    # All tests skipped: that is an parsed about the installation, not about the hardware.
+    # All tests skipped: this says something about the installation, not about the hardware.
     if not found:
         raise CannotCheck("dcgmi diag ran no test")
     return found
 
 
 def _result(test: str, result: dict[str, Any]) -> CheckResult | None:
-    """One line of a test. Older versions name GPUs in `gpu_ids`, newer ones by entity."""
+    """The result of one test. Older versions name GPUs in `gpu_ids`, newer ones by entity."""
     status = str(result.get("status", "")).lower()
     if status in ("skip", "skipped", "not run", ""):
         return None
     gpu = result.get("gpu_id", result.get("gpu_ids", result.get("entity_id", "")))
-    told = [
+    details = [
         str(w.get("warning", w)) if isinstance(w, dict) else str(w) for w in _listed(result.get("warnings"))
     ]
-    told += [str(i) for i in _listed(result.get("info"))] if status != "pass" else []
+    details += [str(i) for i in _listed(result.get("info"))] if status != "pass" else []
     name = "dcgm-" + "-".join(test.lower().split())
     subject = f"gpu {gpu}" if str(gpu) != "" else ""
     return CheckResult(
         name=name,
         condition=_CONDITIONS.get(status, Condition.UNKNOWN),
-        detail="; ".join(told)[:300],
+        detail="; ".join(details)[:300],
         subject=subject,
     )
 

@@ -1,4 +1,4 @@
-"""The disk under a folder: what is written must come back from the device, not from the page cache."""
+"""The disk under a folder: data that was written must be read back from the device, not from the page cache."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.protocol.health import CheckResult, Condition
 
 SHARE = 0.05
-"""Of the free space."""
+"""The share of the free space that is written."""
 
 MOST_BYTES = 2 << 30
 BLOCK_BYTES = 4 << 20
 BROKEN = (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENODEV, errno.ENXIO)
-"""What a disk or file system that is broken answers. EUCLEAN: the file system's structure is damaged."""
+"""Errors that a broken disk or file system returns. EUCLEAN: the file system's structure is damaged."""
 
 
 def check_disk(task: Task) -> Iterator[CheckResult]:
-    """Writes for about the time given, reads all of it back, and removes it."""
+    """Writes for about the given time, reads everything back, and removes the file."""
     folder = task.path
     path = folder / f".check-{secrets.token_hex(8)}"
     try:
         left = os.statvfs(folder)
-        # A share, so that the check itself never fills a disk on which another job writes its checkpoints.
+        # Only a share, so that the check itself never fills a disk on which another job writes its
+        # checkpoints.
         blocks = min(int(left.f_bavail * left.f_frsize * SHARE), MOST_BYTES) // BLOCK_BYTES
         if blocks < 1:
             raise CannotCheck(f"{folder} has too little room to test it")
         yield from _write_and_read(path, blocks, task.seconds)
     except OSError as error:
-        # Quotas, permissions and a full disk are the user's or the administrator's to mend; replacing the
+        # Quotas, permissions and a full disk must be fixed by the user or the administrator; replacing the
         # node would not help.
         if error.errno not in BROKEN:
             raise CannotCheck(f"{folder}: {error.strerror}") from None
@@ -47,13 +48,13 @@ def check_disk(task: Task) -> Iterator[CheckResult]:
         try:
             path.unlink(missing_ok=True)
         except OSError:
-            pass  # the result says already what is wrong with the folder
+            pass  # the result already names the problem of the folder
 
 
 def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckResult]:
     where = str(path.parent)
     # Random bytes, because drives and file systems compress or deduplicate: a block of zeros would measure
-    # their cleverness.
+    # how well they do that.
     seed = secrets.token_bytes(BLOCK_BYTES // 2) * 2
     sums: list[int] = []
     with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # O_DIRECT wants whole pages
@@ -66,7 +67,8 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
                 fill(buffer, seed, len(sums))
                 sums.append(xxhash.xxh3_64_intdigest(buffer))
                 _whole(os.write(fd, buffer))
-            # Within the measured time: without it the figure is of the drive's or the file system's memory.
+            # Within the measured time: without it the figure would be the speed of the drive's or the file
+            # system's memory.
             os.fsync(fd)
             wrote_s = time.monotonic() - began_s
         finally:
@@ -109,7 +111,7 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """The file past the page cache; through it where the file system cannot do without (tmpfs, some overlays)."""
+    """Opens the file bypassing the page cache, or through it if the file system requires that (tmpfs, some overlays)."""
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600), True
     except OSError as error:
@@ -121,8 +123,8 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def fill(buffer: mmap.mmap, seed: bytes, number: int) -> None:
-    """A block that is like no other, so that one that comes back from another place is found out, and that no device
-    can compress: a turned piece of random bytes, with its number."""
+    """Fills the buffer with a block unlike any other: random bytes, rotated and numbered. So a block that comes back
+    from another place is detected, and no device can compress it."""
     at = number * 4099 % (len(seed) // 2)
     buffer[: len(seed) - at] = seed[at:]
     buffer[len(seed) - at :] = seed[:at]
@@ -135,5 +137,5 @@ def _whole(nbytes: int) -> None:
 
 
 def _read(fd: int, buffer: mmap.mmap) -> int:
-    """Checksum of the next block; one that is short has another."""
+    """Checksum of the next block; that of a short block is different."""
     return xxhash.xxh3_64_intdigest(memoryview(buffer)[: os.readv(fd, [buffer])])

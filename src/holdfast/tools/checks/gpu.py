@@ -1,8 +1,9 @@
-"""GPUs: speed of memory and of the way to the host, and the same matrix products again and again, compared bit by bit.
+"""GPUs: speed of memory and of the connection to the host, and the same matrix products repeated and compared bit by
+bit.
 
-Every function takes the device, so that its logic runs on a CPU's tensors as well. Kernels are the same for the same
-inputs on one device (no atomics in a matrix product of this size and type); where two devices of one model differ, or
-one differs from itself, a unit computes wrongly and no counter says so.
+Every function takes the device, so its logic also runs on tensors of a CPU. Kernels give the same result for the same
+inputs on one device (no atomics in a matrix product of this size and type). If two devices of one model differ, or one
+differs from itself, a unit computes wrongly, and no counter shows it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MATRIX = 8192
 COPY_BYTES = 2 << 30
 HOST_BYTES = 512 << 20
 PATTERN_SHARE = 0.5
-"""Of the free memory of a GPU on which nothing trains."""
+"""The share of free memory that is used on a GPU on which nothing trains."""
 
 Sync = Callable[[], object]
 
@@ -45,12 +46,12 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def subject(self) -> str:
-        """As people call it."""
+        """Its name for people."""
         return f"gpu {self.index}"
 
 
 def check_gpus(task: Task) -> Iterator[CheckResult]:
-    """Every GPU of the machine in turn, then copies between each and the next. Nothing where there is none."""
+    """Checks every GPU of the machine in turn, then copies between each and the next. Gives no result without GPUs."""
     devices = find_devices()
     for gpu in devices:
         yield from check_device(gpu, task.seconds)
@@ -62,7 +63,7 @@ def check_gpus(task: Task) -> Iterator[CheckResult]:
 
 
 def find_devices() -> list[Device]:
-    """What torch sees. Raises CannotCheck where a GPU is there and torch cannot use it."""
+    """The GPUs that torch sees. Raises CannotCheck if there is a GPU that torch cannot use."""
     from pathlib import Path
 
     # `/dev/nvidiactl` and the like exist without a GPU; only a numbered file is one.
@@ -81,14 +82,14 @@ def find_devices() -> list[Device]:
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         # Sizes follow the free memory, not the card's: another process may be using it, and a check that runs
-        # out of memory has found nothing.
+        # out of memory has no result.
         free, _ = torch.cuda.mem_get_info(device)
         found.append(Device(index, device, torch.cuda.get_device_name(device), free))
     return found
 
 
 def check_device(gpu: Device, seconds: float, size: int = MATRIX) -> Iterator[CheckResult]:
-    """One GPU by itself."""
+    """Checks one GPU by itself."""
     sync = synchronizer(gpu.device)
     copied = min(COPY_BYTES, gpu.free_bytes // 4)
     rate, times = copy_rate(gpu.device, copied, seconds / 4, sync)
@@ -104,8 +105,9 @@ def check_device(gpu: Device, seconds: float, size: int = MATRIX) -> Iterator[Ch
 def burn(
     gpu: Device, seconds: float, size: int, damage: Callable[[int, Any], None] = lambda n, x: None
 ) -> Iterator[CheckResult]:
-    """Products in float32 and bfloat16, each compared with the first on the device, the first hashed for comparison
-    with other devices of the model. damage: of tests: told the number and the result of every round."""
+    """Computes products in float32 and bfloat16. Each is compared with the first on the device, and the first is hashed
+    for comparison with other devices of the model. damage: for tests; called with the number and the result of every
+    round."""
     import torch
 
     a, b = matrices(gpu.device, size)
@@ -120,7 +122,7 @@ def burn(
             digest.update(first.cpu().view(torch.uint8).numpy())
             until_s = time.monotonic() + seconds / 2
             while True:
-                # Kernels are launched and not awaited; without this the time would be that of the launch.
+                # Kernels are launched asynchronously; without this the time would be that of the launch.
                 sync()
                 began_s = time.perf_counter()
                 again = x @ y
@@ -129,7 +131,8 @@ def burn(
                     best_s = min(best_s, time.perf_counter() - began_s)
                 rounds += 1
                 damage(rounds, again)
-                # Compared on the device, so that the bus and the host are not suspected for the GPU.
+                # Compared on the device, so that an error of the bus or the host is not taken for one of the
+                # GPU.
                 wrong += not torch.equal(first, again)
                 if time.monotonic() > until_s:
                     break
@@ -138,7 +141,7 @@ def burn(
 
 
 def judge_burn(gpu: Device, rounds: int, wrong: int, digest: str) -> CheckResult:
-    """A device must agree with itself; with others of its model it is compared by `fleet`."""
+    """Whether the device agrees with itself; `fleet` compares it with others of its model."""
     detail = f"{wrong} of {rounds} products differ from the first" if wrong else f"equal in {rounds} rounds"
     condition = Condition.FAULTY if wrong else Condition.HEALTHY
     return CheckResult(
@@ -173,7 +176,7 @@ def host_rate(device: torch.device, nbytes: int, to_device: bool, sync: Sync) ->
 
 
 def between(gpu: Device, other: Device, nbytes: int) -> CheckResult:
-    """What one GPU sends, the other must have: over NVLink or PCIe, whichever there is."""
+    """Copies between two GPUs, over NVLink or PCIe, whichever there is; the bytes must arrive unchanged."""
     import torch
 
     generator = torch.Generator().manual_seed(nbytes)
@@ -201,7 +204,7 @@ def between(gpu: Device, other: Device, nbytes: int) -> CheckResult:
 
 
 def synchronizer(device: torch.device) -> Sync:
-    """Waits until the device has done what it was told; nothing to wait for on a CPU."""
+    """A function that waits until the device has completed its work; on a CPU it does nothing."""
     if device.type != "cuda":
         return lambda: None
     import torch
@@ -210,7 +213,7 @@ def synchronizer(device: torch.device) -> Sync:
 
 
 class exact_float32:
-    """Without TF32, whose results and speed are another unit's."""
+    """Disables TF32, whose results and speed are those of another unit."""
 
     def __enter__(self) -> None:
         import torch
@@ -243,23 +246,24 @@ class Links(msgspec.Struct, frozen=True):
     index: int
     model: str
     states: tuple[bool, ...]
-    """Of every link that NVML knows of; others than True are down."""
+    """State of each link that NVML knows; any other than True is down."""
 
 
 def check_nvlink(task: Task) -> Iterator[CheckResult]:
-    """Every link of every GPU. Nothing where there is no NVML or no link."""
+    """Checks every link of every GPU. Gives no result without NVML or links."""
     yield from judge_links(read_links())
 
 
 def judge_links(gpus: Iterable[Links]) -> Iterator[CheckResult]:
-    """Cards for PCIe report links that they do not have as down. If some are up there is a bridge, and nobody can tell."""
+    """PCIe cards report links that they do not have as down. If some are up, there is a bridge, and nothing tells which
+    links it should connect."""
     for gpu in gpus:
         active, known = sum(gpu.states), len(gpu.states)
         card = "pcie" in gpu.model.lower()
         if not known or (card and not active):
             continue
         # A server board has all its links, so one that is down is faulty. A PCIe card may have a bridge to
-        # one neighbour only, and which links that uses nobody writes down.
+        # one neighbour only, and which links that uses is not recorded anywhere.
         condition = Condition.HEALTHY if active == known else Condition.UNKNOWN if card else Condition.FAULTY
         down = ", ".join(str(n) for n, up in enumerate(gpu.states) if not up)
         detail = f"down: {down}" if down else ""
@@ -278,7 +282,7 @@ def judge_links(gpus: Iterable[Links]) -> Iterator[CheckResult]:
 
 
 def read_links() -> list[Links]:
-    """What NVML says. Raises CannotCheck when it fails; a machine without it has no links."""
+    """The links as NVML reports them. Raises CannotCheck if it fails; a machine without NVML has no links."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()

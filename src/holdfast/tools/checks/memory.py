@@ -14,7 +14,7 @@ from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.machine.processes import available_bytes
 
 SHARE = 0.1
-"""Of the free memory, so that what trains beside it is left alone."""
+"""The share of free memory that is tested, so that a job that trains at the same time is not disturbed."""
 
 MOST_BYTES = 8 << 30
 COPY_BYTES = 256 << 20
@@ -29,7 +29,7 @@ PATTERNS = {
     "0x0F": 0x0F0F0F0F0F0F0F0F,
     "0xF0": 0x70F0F0F0F0F0F0F0 - (1 << 63),
 }
-"""As signed 64-bit words. After them comes every word's own number, which finds addresses that are mixed up."""
+"""Test patterns as signed 64-bit words. After them each word's own number is written, which detects mixed-up addresses."""
 
 ADDRESS = "address"
 
@@ -65,8 +65,8 @@ def check_memory(task: Task) -> Iterator[CheckResult]:
 def copy_rate(
     device: Any, nbytes: int, seconds: float, sync: Callable[[], object] = lambda: None
 ) -> tuple[float, int]:
-    """GB/s of copying one buffer into another, bytes read and bytes written counted, and how often it was done. The
-    best time counts: others only show what else the machine did."""
+    """GB/s of copying one buffer into another, counting bytes read and bytes written, and the number of copies. The
+    best time counts: slower ones are due to other load on the machine."""
     import torch
 
     source = torch.ones(nbytes // WORD_BYTES, dtype=torch.int64, device=device)
@@ -91,8 +91,9 @@ def check_patterns(
     seconds: float,
     damage: Callable[[Any], None] = lambda words: None,
 ) -> CheckResult:
-    """Writes each pattern over the whole of `nbytes`, then reads all of it. What takes longer than `seconds` in all is
-    made smaller: to what could be written in an eighth of them. damage: of tests, between writing and reading."""
+    """Writes each pattern over all of `nbytes`, then reads everything. If that would take longer than `seconds` in
+    total, a smaller part is tested: as much as could be written in an eighth of the time. damage: for tests; called
+    between writing and reading."""
     import torch
 
     words = torch.empty(max(1, nbytes // WORD_BYTES), dtype=torch.int64, device=device)
@@ -108,8 +109,8 @@ def check_patterns(
                 break
             _write(words[start : min(start + chunk, tested)], pattern, start)
         until_s = math.inf
-        # All is written before any of it is read: a word that is read back at once comes from a cache and not
-        # from memory.
+        # Everything is written before any of it is read: a word that is read back at once comes from a cache
+        # and not from memory.
         damage(words)
         for start in range(0, tested, chunk):
             part = words[start : min(start + chunk, tested)]

@@ -1,6 +1,7 @@
-"""The network: to oneself, and to one other node. Plain TCP, one connection, both directions; every byte is summed up.
+"""The network: to this machine itself, and to one other node. Plain TCP, one connection, both directions, with a
+checksum of all bytes.
 
-It says what the sockets of a training job get, not what the card can do: for RDMA see `rdma_pair`.
+It measures the sockets that a training job uses, not the capability of the card: for RDMA see `rdma_pair`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ECHOES = 200
 ECHO_BYTES = 64
 NONCE_BYTES = 16
 MEET_S = 20.0
-"""How long one waits for the other: both are told at about the same time."""
+"""How long one end waits for the other, in seconds: both are asked at about the same time."""
 
 RETRY_S = 0.05
 SILENT_S = 10.0
@@ -38,8 +39,9 @@ _END = struct.Struct("!QQ")
 
 
 def check_loopback(task: Task) -> Iterator[CheckResult]:
-    """Through the own address and back, the best of three."""
-    # A machine that trains meanwhile is not slow for it. What comes back changed is no matter of load: once is enough.
+    """Through this machine's own address and back, the best of three."""
+    # The best of three, because a machine that trains at the same time is not slow for that. Load never
+    # changes bytes, so bytes that came back changed are a fault the first time.
     rounds = [_to_itself(task.host, task.seconds / 4 / ROUNDS) for _ in range(ROUNDS)]
     damaged = next((one for one in rounds if one.damaged), None)
     yield _result("loopback", damaged or max(rounds, key=lambda one: one.bytes_per_s or 0.0), "")
@@ -57,7 +59,7 @@ def _to_itself(host: str, seconds: float) -> Measured:
 
 
 def check_pair(task: Task) -> Iterator[CheckResult]:
-    """With the one other node of the task: the one that has a port listens, the other connects and tells."""
+    """With the one other node of the task: the end with a port listens, the other one connects and reports."""
     (peer,) = task.peers
     if task.port:
         with listening(task.host, task.port) as server:
@@ -106,7 +108,7 @@ def _result(name: str, measured: Measured, other: str) -> CheckResult:
 
 
 def _serve_quietly(server: socket.socket, token: str, seconds: float) -> None:
-    """For a thread: the other end says what went wrong."""
+    """For a thread: errors are reported by the other end."""
     server.settimeout(SILENT_S)
     try:
         serve(server, token, seconds)
@@ -115,7 +117,7 @@ def _serve_quietly(server: socket.socket, token: str, seconds: float) -> None:
 
 
 def serve(server: socket.socket, token: str, seconds: float) -> None:
-    """Waits for one that knows the token, echoes, receives, then sends for so long."""
+    """Waits for a peer that knows the token; echoes, receives, then sends for `seconds`."""
     with accept(server, token) as connection:
         # Latency first, on an idle connection; after the bulk transfers the buffers would still be draining.
         for _ in range(ECHOES):
@@ -143,7 +145,7 @@ def connect_and_measure(host: str, port: int, token: str, seconds: float) -> Mea
 
 
 def connect(host: str, port: int, token: str) -> socket.socket:
-    """To one that accepts. There is no event for "another machine listens now": try until it does."""
+    """Connects to a peer that accepts. No event announces that another machine listens, so it tries until it succeeds."""
     until_s = time.monotonic() + MEET_S
     while True:
         try:
@@ -165,7 +167,7 @@ def connect(host: str, port: int, token: str) -> socket.socket:
 
 
 def accept(server: socket.socket, token: str) -> socket.socket:
-    """The first that proves to be of the job; others are turned away."""
+    """The first connection that proves to belong to the job; others are closed."""
     while True:
         connection, _ = server.accept()
         connection.settimeout(SILENT_S)
@@ -177,8 +179,8 @@ def accept(server: socket.socket, token: str) -> socket.socket:
         except OSError:
             connection.close()
             continue
-        # Proved before a byte is echoed: the port is open to everybody for twenty seconds, and whoever echoes
-        # to strangers lets them load this network.
+        # Proved before a byte is echoed: the port is open to everybody for twenty seconds, and echoing to
+        # strangers would let them load this network.
         if is_same(given, _proof(token, nonce)):
             return connection
         connection.close()
@@ -189,7 +191,7 @@ def _proof(token: str, nonce: bytes) -> bytes:
 
 
 def _send(connection: socket.socket, seconds: float) -> tuple[float, bool]:
-    """Sends for so long; bytes per second, and whether the other end got what was sent."""
+    """Sends for `seconds`; returns bytes per second, and whether the other end received what was sent."""
     block = secrets.token_bytes(BLOCK_BYTES)
     digest = xxhash.xxh3_64()
     nbytes, began_s = 0, time.perf_counter()
@@ -201,7 +203,7 @@ def _send(connection: socket.socket, seconds: float) -> tuple[float, bool]:
         digest.update(block)
         nbytes += len(block)
     connection.sendall(_LENGTH.pack(0))
-    # The time ends with the other side's word that it has everything. Ended with the last send, it would
+    # The time ends when the other side confirms that it has everything. Ended with the last send, it would
     # measure the socket's buffer.
     got_bytes, got_digest = _END.unpack(_exactly(connection, _END.size))
     took_s = time.perf_counter() - began_s
@@ -209,13 +211,14 @@ def _send(connection: socket.socket, seconds: float) -> tuple[float, bool]:
 
 
 def _receive(connection: socket.socket) -> tuple[float, bool]:
-    """Takes what `_send` sends and says what came. Lengths are bounded: the other end may be anything."""
+    """Receives what `_send` sends, and confirms it with its length and checksum. Lengths are bounded, because the other
+    end may be any program."""
     digest = xxhash.xxh3_64()
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
     nbytes, began_s = 0, time.perf_counter()
     while length := _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]:
-        # Before anything is received: the length is the peer's word.
+        # Checked before anything is received: the length is only the peer's claim.
         if length > BLOCK_BYTES:
             raise ConnectionError("the data received is not a block of this check")
         _into(connection, view[:length])

@@ -1,7 +1,8 @@
-"""RDMA on this node: ports that are active, with the rate and width that they should have, addresses, device files.
+"""RDMA on this node: active ports with the expected rate and width, addresses, device files.
 
-What a port should have nobody writes down, so it is taken from its kind: most ports of the same card. A port without a
-cable is nobody's fault as long as its kind has none here; nodes are compared by how many are active.
+The expected values of a port are not recorded anywhere, so they are taken from its kind: most ports of the same card. A
+port without a cable is no fault as long as no port of its kind has one on this node; nodes are compared by their number
+of active ports.
 """
 
 from __future__ import annotations
@@ -54,25 +55,25 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As people call it."""
+        """Its name for people."""
         return f"{self.device} port {self.number}"
 
     @property
     def active(self) -> bool:
-        """Data can pass."""
+        """Whether data can pass."""
         return self.state == ACTIVE
 
     @property
     def kind(self) -> tuple[str, str, int]:
-        """Ports of one kind are used alike."""
+        """Ports of one kind are used in the same way."""
         return self.model, self.link_layer, self.number
 
 
 def check_rdma(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]:
-    """Every port. Nothing where the kernel has no RDMA device."""
+    """Checks every port. Gives no result if the kernel has no RDMA device."""
     ports = read_ports(root)
     yield from judge_ports(ports)
-    if (root / "dev/infiniband").is_dir():  # a container that was given none of them does without RDMA
+    if (root / "dev/infiniband").is_dir():  # a container without any device file does not use RDMA
         for device in dict.fromkeys(p.device for p in ports):
             yield from _device_file(device, root)
 
@@ -89,7 +90,7 @@ def read_ports(root: Path = Path("/")) -> list[Port]:
 
 
 def judge_ports(ports: Sequence[Port]) -> Iterator[CheckResult]:
-    """A result for every port's state, rate and addresses, and how many are active in all."""
+    """A result for the state, the rate and the addresses of every port, and one for the number of active ports."""
     for port in ports:
         # Ports of one card model and number are cabled alike in a server. A management port is of another
         # kind and is not compared with the rails.
@@ -115,9 +116,9 @@ def judge_ports(ports: Sequence[Port]) -> Iterator[CheckResult]:
 
 def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
     active = sum(p.active for p in kin)
-    told = f"{port.state or 'no state'}, {port.physical or 'link unknown'}"
-    # The cable works and the subnet manager did not configure the port: certainly a fault, but often the
-    # fabric's.
+    state = f"{port.state or 'no state'}, {port.physical or 'link unknown'}"
+    # The cable works and the subnet manager did not configure the port: certainly a fault, but often one of
+    # the fabric.
     if port.physical == LINK_UP:
         condition, why = Condition.FAULTY, "the link is up and was not made active (subnet manager?)"
     # Most of its kind are connected, so this one should be.
@@ -130,7 +131,7 @@ def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
     else:
         condition, why = Condition.UNKNOWN, "no port is active here: no cable, or a fault"
     return CheckResult(
-        name="rdma-port", condition=condition, detail=f"{told}: {why}", subject=port.name, model=port.model
+        name="rdma-port", condition=condition, detail=f"{state}: {why}", subject=port.name, model=port.model
     )
 
 
@@ -138,8 +139,8 @@ def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
     if not port.rate_gbps:
         return msgspec.structs.replace(unknown("rdma-rate", "the kernel reports no rate"), subject=port.name)
     usual, ports = Counter(p.rate_gbps for p in kin).most_common(1)[0]
-    # Only against a majority of its kind. Of two ports with different rates nobody knows which one is right,
-    # and a fault that is not there would cost a node.
+    # Only against a majority of its kind. Of two ports with different rates, nothing tells which one is
+    # right, and a false fault would cost a node.
     slow = port.rate_gbps < usual and 2 * ports > len(kin)
     narrow = port.width == 1 and port.link_layer != ETHERNET  # Ethernet's 25 Gb/s are called 1X
     detail = f"{port.width}X" if port.width else ""
@@ -160,7 +161,7 @@ def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
 
 
 def _addresses(port: Port) -> CheckResult:
-    """Who has none can be reached by nobody."""
+    """A port without addresses cannot be reached."""
     condition = Condition.HEALTHY if port.gids else Condition.FAULTY
     detail = "" if port.gids else "an active port without an address (GID)"
     return CheckResult(
@@ -174,8 +175,8 @@ def _addresses(port: Port) -> CheckResult:
 
 
 def gid_index(port: Port) -> int | None:
-    """Which address a RoCE port is used by: version 2 and of an IPv4 address where there is one. None: InfiniBand, which
-    needs none, or a port without any."""
+    """The address by which a RoCE port is used: version 2 and of an IPv4 address, if there is one. None: InfiniBand,
+    which needs none, or a port without addresses."""
     if port.link_layer != ETHERNET:
         return None
     # RoCE v2 is routed and what NCCL uses; among its addresses the IPv4 one does not change when the link-
@@ -185,7 +186,7 @@ def gid_index(port: Port) -> int | None:
 
 
 def _device_file(device: str, root: Path) -> Iterator[CheckResult]:
-    """What programs open, if the user may."""
+    """The device file that programs open, if this user may."""
     classes = root / "sys/class/infiniband_verbs"
     files = [name for name in names(classes) if quiet(classes / name / "ibdev") == device]
     for name in files:
@@ -214,16 +215,16 @@ def _port(folder: Path, device: str, number: int) -> Port:
         model=model,
         driver=driver,
         link_layer=quiet(port / "link_layer"),
-        state=port_state(folder, port) or _word(quiet(port / "state")),
-        physical=_word(quiet(port / "phys_state")),
+        state=port_state(folder, port) or _name_of(quiet(port / "state")),
+        physical=_name_of(quiet(port / "phys_state")),
         rate_gbps=float(rate[1]) if rate else 0.0,
         width=int(rate[2]) if rate else 0,
         gids=tuple(_gids(port)),
     )
 
 
-def _word(text: str) -> str:
-    """Of `4: ACTIVE`."""
+def _name_of(text: str) -> str:
+    """The name in a text such as `4: ACTIVE`."""
     return text.partition(": ")[2]
 
 

@@ -1,7 +1,7 @@
 """RDMA between this node and one other: `ib_write_bw` of perftest on every rail, one way and then the other.
 
 The two ends first meet over TCP, where both prove to be of the same job. There they agree on rails (ports of the same
-name, the fastest that both have), and each turn one of them starts the tool as its server and says where.
+name, the fastest that both have), and in each turn one of them starts the tool as its server and sends its port.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from holdfast.tools.checks.rdma import Port, gid_index, read_ports
 TOOL = "ib_write_bw"
 EFA = "efa"
 SPARE_S = 20.0
-"""So much longer than it measures the tool may take: it registers memory and connects."""
+"""How much longer than its measurement the tool may take, in seconds: it registers memory and connects."""
 
 LONGEST_BYTES = 1 << 20
 _ROW = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)(?:\s+[\d.]+)?\s*$", re.MULTILINE)
-"""Message size, iterations, peak, mean (Gb/s), messages per second."""
+"""The columns of the result: message size, iterations, peak, mean (Gb/s), messages per second."""
 
 _WAY_IS_BAD = re.compile(
     r"completion with error|failed status|retry.*exceeded|failed to modify QP|to RT[RS]\b|unable to connect the HCA",
     re.IGNORECASE,
 )
-"""What the tool says when packets do not arrive. Anything else it may fail for is no proof against the network."""
+"""The tool's messages when packets do not arrive. Any other failure proves nothing about the network."""
 
 _NOBODY_THERE = re.compile(r"couldn't connect", re.IGNORECASE)
 
@@ -50,18 +50,18 @@ class Rail(msgspec.Struct, frozen=True):
     device: str
     port: int
     gbps: float
-    """Its link's speed."""
+    """Speed of its link."""
     gid: int | None = None
     """Index of the address to use; None: the tool's own choice."""
 
     @property
     def name(self) -> str:
-        """Both ends call the same rail so."""
+        """The name of the rail, which both ends use."""
         return f"{self.device} port {self.port}"
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What an end has."""
+    """What one end has for the measurement."""
 
     rails: tuple[Rail, ...] = ()
     why: str = ""
@@ -69,7 +69,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class ServerReady(msgspec.Struct, frozen=True):
-    """The tool is its server now, on this TCP port."""
+    """The tool runs as the server, on this TCP port."""
 
     port: int
 
@@ -80,11 +80,11 @@ class ClientResult(msgspec.Struct, frozen=True):
     bytes_per_s: float | None
     """0: nothing arrived; None: it could not be measured."""
     why: str = ""
-    """Why it could not; else empty."""
+    """Why it could not be measured; else empty."""
 
 
 def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]:
-    """With the one other node of the task: the one that has a port listens, the other connects and tells."""
+    """With the one other node of the task: the end with a port listens, the other one connects and reports."""
     (peer,) = task.peers
     seconds = max(1, math.ceil(task.seconds / 2))
     if task.port:
@@ -107,16 +107,16 @@ def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]
 
 
 def judge_rails(measured: Sequence[tuple[Rail, ClientResult]], other: str) -> CheckResult:
-    """The slowest rail counts, in its slower direction."""
+    """The result of the slowest rail, in its slower direction."""
     failed = [f"{rail.name}: {o.why or 'not measured'}" for rail, o in measured if o.bytes_per_s is None]
     if failed:
         raise CannotCheck("; ".join(failed))
     rail, worst = min(measured, key=lambda x: x[1].bytes_per_s or 0.0)
     rate = worst.bytes_per_s or 0.0
     rails = len({rail.name for rail, _ in measured})
-    told = f"{rail.name}{f', the slowest of {rails}' if rails > 1 else ''}: {8 * rate / 1e9:.0f} of {rail.gbps:g} Gb/s"
+    speed = f"{rail.name}{f', the slowest of {rails}' if rails > 1 else ''}: {8 * rate / 1e9:.0f} of {rail.gbps:g} Gb/s"
     condition = Condition.HEALTHY if rate else Condition.FAULTY
-    detail = "; ".join(filter(None, (told, worst.why)))
+    detail = "; ".join(filter(None, (speed, worst.why)))
     return CheckResult(
         name="rdma-pair",
         condition=condition,
@@ -128,8 +128,8 @@ def judge_rails(measured: Sequence[tuple[Rail, ClientResult]], other: str) -> Ch
 
 
 def offer(ports: Sequence[Port]) -> Offer:
-    """The fastest of the active ports: slower ones carry other things."""
-    # EFA has no queue pairs of the reliable kind that the tool needs.
+    """The fastest of the active ports: slower ones are for other traffic."""
+    # EFA lacks the reliable queue pairs that the tool needs.
     active = [p for p in ports if p.active and p.driver != EFA]
     if not active:
         efa = any(p.driver == EFA for p in ports)
@@ -142,7 +142,7 @@ def offer(ports: Sequence[Port]) -> Offer:
 
 
 def common(here: Offer, there: Offer) -> list[Rail]:
-    """Own rails that the other end has as well, by their names; where no name is the same, by their order."""
+    """This end's rails that the other end has as well, by their names; if no name is the same, by their order."""
     theirs = {rail.name for rail in there.rails}
     same = [rail for rail in here.rails if rail.name in theirs]
     # Names differ between generations of machines; then the order of the slots is the best guess of which
@@ -177,7 +177,7 @@ class _End:
         """
         mine = offer(read_ports(self._root))
         try:
-            self._say(mine)
+            self._send(mine)
             theirs = self._hear(Offer)
             if why := mine.why or (f"the other end: {theirs.why}" if theirs.why else ""):
                 raise CannotCheck(why)
@@ -186,7 +186,7 @@ class _End:
             raise CannotCheck(f"the other end was lost: {error}") from None
 
     def _turns(self, rails: Sequence[Rail], listener: bool) -> list[tuple[Rail, ClientResult]]:
-        """Until one fails: that is answer enough, and the others might take as long."""
+        """Runs the turns until one fails: that is sufficient as an answer, and the others might take as long to fail."""
         done: list[tuple[Rail, ClientResult]] = []
         for rail in rails:
             for serves in (listener, not listener):
@@ -197,7 +197,7 @@ class _End:
         return done
 
     def _serve(self, rail: Rail) -> ClientResult:
-        """The tool ends when its client has. Where there came none, it is ended."""
+        """Runs the tool as the server. It exits when its client has; without a client it is ended."""
         # The tool cannot choose a free port and report it, so the kernel gives one, which is closed again
         # right before the tool binds it.
         with socket.create_server(("", 0)) as free:
@@ -206,7 +206,7 @@ class _End:
             self._command(rail, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as tool:
             try:
-                self._say(ServerReady(port))
+                self._send(ServerReady(port))
                 return self._hear(ClientResult)
             finally:
                 tool.kill()
@@ -214,11 +214,11 @@ class _End:
     def _call(self, rail: Rail) -> ClientResult:
         ready = self._hear(ServerReady)
         outcome = self._try(self._command(rail, ready.port, self._other))
-        self._say(outcome)
+        self._send(outcome)
         return outcome
 
     def _try(self, command: Sequence[str]) -> ClientResult:
-        """There is no event for "the server listens now" either."""
+        """Retries, because no event announces that the server listens."""
         until_s = time.monotonic() + MEET_S
         while True:
             try:
@@ -245,7 +245,7 @@ class _End:
             command += ["-x", str(rail.gid)]
         return [*command, host] if host else command
 
-    def _say(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         self._connection.sendall(msgspec.json.encode(message) + b"\n")
 
     def _hear(self, kind: type[T]) -> T:
@@ -253,17 +253,17 @@ class _End:
         if not line.endswith(b"\n"):
             raise ConnectionError("it closed the connection")
         read = partial(msgspec.json.decode, type=kind)
-        heard: T = decode(read, line, "what it says cannot be read", error=ConnectionError)
-        return heard
+        received: T = decode(read, line, "what it says cannot be read", error=ConnectionError)
+        return received
 
 
 def read_outcome(code: int, text: str) -> ClientResult:
-    """What the tool's client printed."""
+    """Parses the output of the tool's client."""
     rows = _ROW.findall(text)
     if code == 0 and rows:
         return ClientResult(float(rows[-1]) * 1e9 / 8)
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*")]
     why = f"{TOOL} ended with exit code {code}: {lines[-1][:200] if lines else 'no output'}"
-    # Zero blames the way; None says that it could not be measured. A missing module or a full table of
-    # registrations must not count as a broken network.
+    # Zero is a fault of the link; None means that it could not be measured. A missing module or a full table
+    # of registrations must not count as a broken network.
     return ClientResult(0.0 if _WAY_IS_BAD.search(text) else None, why)

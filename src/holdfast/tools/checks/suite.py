@@ -1,6 +1,6 @@
 """Runs deep checks one after the other: entry points of the group `holdfast.checks`, and those between nodes.
 
-Results are judged by floors: the least that a model of device must reach, each with its public reference (floors.toml)."""
+Results are judged by floors, minimum figures for each model of device, each with its public reference (floors.toml)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from holdfast.tools.checks import collective, network, rdma_pair
 
 
 class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The least that a check must measure; the most, where smaller is better."""
+    """The minimum that a check must measure; the maximum if smaller is better."""
 
     check: str
     value: float
     """In the check's unit."""
     reference: str
-    """Where the figure was published."""
+    """The source in which the figure was published."""
     model: str = ""
-    """Part of the device's name; the longest that fits counts."""
+    """Part of the device's name; the longest match counts."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ def _read(data: bytes) -> tuple[Floor, ...]:
 
 
 def floor_of(result: CheckResult, floors: Sequence[Floor]) -> Floor | None:
-    """The floor that fits the result best."""
+    """The floor that best fits the result."""
     model = result.model.lower()
     # Vendors put more into the name from driver to driver (`NVIDIA H100 80GB HBM3`), so a floor names a part
     # of it, and the most exact part wins over a whole series.
@@ -70,7 +70,7 @@ def floor_of(result: CheckResult, floors: Sequence[Floor]) -> Floor | None:
 
 
 def against_floor(result: CheckResult, floors: Sequence[Floor]) -> CheckResult:
-    """The result with its floor; a healthy one that misses it is faulty."""
+    """The result with its floor added; a healthy one that misses it becomes faulty."""
     floor = floor_of(result, floors)
     # A check that has a floor of its own (a fixed demand, as free memory) keeps it.
     if floor is None or result.value is None or result.floor is not None:
@@ -92,11 +92,11 @@ TOGETHER: dict[str, Check] = {
     "rdma-pair": rdma_pair.check_rdma_pair,
     "all-reduce": collective.check_all_reduce,
 }
-"""Between nodes. The coordinator asks for each of these in rounds of its own, so they are no entry points."""
+"""Checks between nodes. The coordinator asks for each of these in rounds of its own, so they are not entry points."""
 
 
 def run_checks(task: Task, say: Callable[[CheckProgress], None]) -> None:
-    """Runs the checks that the task names, by default all of the node alone, judged by the floors."""
+    """Runs the checks that the task names, by default all that concern the node alone, and judges them by the floors."""
     floors = read_floors()
     for name in task.only or plugins.names(plugins.CHECKS):
         check = TOGETHER.get(name)
@@ -110,7 +110,7 @@ def run_checks(task: Task, say: Callable[[CheckProgress], None]) -> None:
 
 
 def _alone(name: str, task: Task) -> Iterable[CheckResult]:
-    """A check of the node alone. One that is not there, or cannot be imported, is a mistake of its own."""
+    """Runs a check of the node alone. If it does not exist or cannot be imported, its result is unknown."""
     if (point := plugins.find(plugins.CHECKS, name)) is None:
         raise CannotCheck("there is no check of this name")
     found: Check = point.load()
@@ -119,10 +119,12 @@ def _alone(name: str, task: Task) -> Iterable[CheckResult]:
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Nodes that share a machine are checked in turn: they would measure each other."""
+    """Waits for this node's turn: nodes that share a machine are checked one after the other, because they would
+    disturb each other's measurements."""
     path = Path(tempfile.gettempdir()) / f"holdfast-checks-{os.getuid()}.lock"
     # In the shared temporary folder, so that all nodes of the machine find it. O_NOFOLLOW and the user's
-    # number in the name: anybody may put a link there. The kernel releases the lock with the process.
+    # number in the name, because anybody may create a link there. The kernel releases the lock with the
+    # process.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

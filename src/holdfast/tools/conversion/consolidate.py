@@ -1,7 +1,8 @@
-"""A checkpoint of any number of ranks as one state: pieces put together, what ranks saved alike named once.
+"""Merges a checkpoint of any number of ranks into one state: the pieces of a tensor are joined, and values that are equal on
+all ranks are named once.
 
-A name is the dotted path in the state. Where ranks have something different under the same name, it is the lowest
-rank's, and the others' are called `rank-N.` and the name.
+A name is the dotted path in the state. If ranks have different values under the same name, the name stands for the
+lowest rank's value, and the others' are called `rank-N.` plus the name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Seen = Callable[[int], None]
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """A tensor of the merged state, put together when it is read."""
+    """A tensor of the merged state; its pieces are read and joined on demand."""
 
     name: str
     dtype: torch.dtype
@@ -57,9 +58,9 @@ class Merged:
     tensors: dict[str, MergedTensor]
     """By name, in the order of the state."""
     values: dict[str, Plain]
-    """What is no tensor, by name, in the order of the state."""
+    """Values other than tensors, by name, in the order of the state."""
     trees: list[dict[str, Tree]]
-    """Of every rank's state, by top-level name; a single one when all ranks' are alike."""
+    """The trees of every rank's state, by top-level name; a single one if the states of all ranks are equal."""
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +68,10 @@ class Merged:
         return sum(t.nbytes for t in self.tensors.values())
 
     def read(self, wholes: Sequence[MergedTensor]) -> list[torch.Tensor]:
-        """These tensors, contiguous and in host memory; every byte is verified.
+        """Reads these tensors into host memory, contiguous; every byte is verified.
 
         Raises:
-            StateError: bytes were changed, or pieces do not cover a tensor.
+            StateError: bytes are damaged, or the pieces do not cover a tensor.
             TierError: the tier cannot be read.
         """
         return _read(self.located, [w._leaf for w in wholes])
@@ -102,15 +103,15 @@ class Merged:
 
 
 def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:
-    """Finds out what a checkpoint holds. Tensors are read only where checksums cannot tell whether two ranks' are
-    equal; `seen` is told of those bytes.
+    """Lists the content of a checkpoint. Tensors are read only if checksums do not tell whether those of two ranks are
+    equal; `seen` is called for those bytes.
 
     Args:
-        only: nothing but names that begin so; they keep their names.
+        only: a prefix; other names are left out. The names are kept as they are.
 
     Raises:
-        UsageError: no name begins with `only`, or a name of the state is one that stands for ranks.
-        StateError: two values have the same dotted name, pieces are missing, or an object is no plain value.
+        UsageError: no name begins with `only`, or a name of the state has the form that is reserved for ranks.
+        StateError: two values have the same dotted name, pieces are missing, or an object is not a plain value.
     """
     states = _states(located)
     taken = next((n for s in states for n in s.tree if RANK_NAME.fullmatch(n)), None)
@@ -127,8 +128,8 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
         names: dict[str, tuple[str, str]] = {}
         for path, leaf in state.leaves(only).items():
             first = firsts.setdefault(path, leaf)
-            # Replicas save the same tensor many times. Checksums usually tell that without a read; see
-            # `_told_by_sums`.
+            # Replicas save the same tensor many times. Checksums usually show that without a read; see
+            # `_equal_by_sums`.
             alike = first is leaf or _alike(located, path, first, leaf, seen)
             name = path if alike else f"rank-{rank}.{path}"
             names[path] = ("T" if leaf.is_tensor else "x", name)
@@ -146,11 +147,11 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
 
 
 def build(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
-    """The nested state of a tree; leaf(kind, name) gives what is at its leaves. A tensor that is made of others stays apart:
-    its class need not be here.
+    """The nested state of a tree; leaf(kind, name) returns the value of a leaf. A tensor that is made of others is not
+    put together: its class need not be available here.
 
     Raises:
-        StateError: no such tree.
+        StateError: it is not such a tree.
     """
     kind, value = tree
     match kind:
@@ -171,7 +172,7 @@ def build(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
 
 
 def union(trees: Iterable[Mapping[str, Tree]]) -> dict[str, Tree]:
-    """One tree of all ranks': of what several have, the lowest rank's."""
+    """Merges the trees of all ranks: of entries that several have, the lowest rank's is taken."""
     all_of: Tree = ["d", []]
     for tree in trees:
         all_of = _united(all_of, ["d", [[k, v] for k, v in tree.items()]])
@@ -193,16 +194,16 @@ def _united(first: Tree, second: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A plain value or a tensor, as one rank has it."""
+    """A plain value or a tensor of one rank."""
 
     value: Plain = None
-    """Where it is plain."""
+    """The value, if it is plain."""
     rank: int = 0
-    """Whose file has the tensor."""
+    """The rank whose file has the tensor."""
     spec: TensorSpec | None = None
-    """Where in that file; None: it is in no file."""
+    """The tensor's place in that file; None: it is in no file."""
     local: torch.Tensor | None = None
-    """The tensor itself, where it went with the values; else None."""
+    """The tensor itself, if it was saved with the values; else None."""
 
     @property
     def is_tensor(self) -> bool:
@@ -214,14 +215,14 @@ class _State:
     """One rank's state under one top-level name."""
 
     where: str
-    """For people."""
+    """Its name for people."""
     tree: dict[str, Any]
-    """As it was saved: a tensor is a number."""
+    """The tree as it was saved: a tensor is a number."""
     tensors: list[_Leaf]
-    """What those numbers mean."""
+    """The tensors by these numbers."""
 
     def leaves(self, only: str) -> dict[str, _Leaf]:
-        """By dotted path."""
+        """The leaves by dotted path."""
         by_path: dict[str, _Leaf] = {}
         for name, tree in self.tree.items():
             for path, kind, value in leaves(tree, name):
@@ -236,7 +237,7 @@ class _State:
         return by_path
 
     def named(self, names: Mapping[str, tuple[str, str]], only: str) -> dict[str, Tree]:
-        """The tree with what `names` has for them at its leaves, of what begins with `only`."""
+        """The tree with the entries of `names` at its leaves, restricted to names that begin with `only`."""
         trees = {name: _kept(tree, name, names, only) for name, tree in self.tree.items()}
         return {name: tree for name, tree in trees.items() if tree is not None}
 
@@ -263,8 +264,8 @@ class _State:
 
 
 def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str) -> Tree | None:
-    """A list of which only some is kept becomes a dict by number, so that paths stay what they are; a tensor of whose parts
-    only some are kept becomes a dict of these."""
+    """A list of which only some entries are kept becomes a dict by number, so that paths stay the same; a tensor that
+    is made of others, only some of which are kept, becomes a dict of these."""
     kind, value = tree
     if kind == "p":
         shard = _kept(value[1], path, names, only)
@@ -278,16 +279,16 @@ def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str)
         return None
     if kind == "w" and len(kept) == len(parts):
         return [kind, [value[0], kept]]
-    # Never closed up: in a shorter list the numbers of the entries behind the gap, and so their names, would
-    # change.
+    # Never closed up: in a shorter list the entries behind the gap would have other numbers, and so other
+    # names.
     if kind == "d" or len(kept) < len(parts):
         return ["d", kept]
     return [kind, [part for _, part in kept]]
 
 
 def _states(located: Located) -> list[_State]:
-    """Every rank's state; one of all ranks together for what torch.distributed.checkpoint saved, where a name means
-    the same on every rank."""
+    """Every rank's state; for a checkpoint of torch.distributed.checkpoint a single one for all ranks, because there a
+    name means the same on every rank."""
     if not any(head.index.tree for head in located.heads) and located.paths():
         return [_flat_state(located)]
     return [
@@ -297,7 +298,7 @@ def _states(located: Located) -> list[_State]:
 
 
 def _flat_state(located: Located) -> _State:
-    """Names to tensors and objects; how they were nested is not saved."""
+    """Names to tensors and objects; their nesting is not saved."""
     tree: dict[str, Any] = {}
     tensors: list[_Leaf] = []
     for path in located.paths():
@@ -313,7 +314,7 @@ def _flat_state(located: Located) -> _State:
 
 
 def _object(located: Located, rank: int, spec: TensorSpec) -> Any:
-    """What was saved as an object, through torch's unpickler of plain values and tensors."""
+    """An entry that was saved as an object, read through torch's unpickler for plain values and tensors."""
     data = torch.empty(spec.nbytes, dtype=torch.uint8)
     stream = TensorSpec(
         path=spec.path, dtype="uint8", shape=(spec.nbytes,), offset=spec.offset, nbytes=spec.nbytes
@@ -385,12 +386,12 @@ def _read(located: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
 
 
 def _alike(located: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> bool:
-    """Whether two ranks saved the same under a path."""
+    """Whether two ranks saved the same value under a path."""
     if not first.is_tensor or not other.is_tensor:
         return (
             first.is_tensor == other.is_tensor
             and type(first.value) is type(other.value)
-            and repr(first.value) == repr(other.value)  # also where NaN is no equal of itself
+            and repr(first.value) == repr(other.value)  # repr, because NaN is not equal to itself
         )
     if first.spec is not None and other.spec is not None:
         if first.spec.dtype != other.spec.dtype:
@@ -404,11 +405,11 @@ def _alike(located: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) 
             )
         if first.spec.shape != other.spec.shape:
             return False
-        told = _told_by_sums(located, first, first.spec, other, other.spec)
-        if told is not None:
-            return told
+        equal = _equal_by_sums(located, first, first.spec, other, other.spec)
+        if equal is not None:
+            return equal
     elif first.local is None or other.local is None:
-        return False  # one is too large to go with the plain values, the other is not
+        return False  # one is too large to be saved with the plain values, the other is not
     mine, theirs = _read(located, [first, other])
     seen(2 * mine.nbytes)
     return (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and torch.equal(
@@ -416,11 +417,11 @@ def _alike(located: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) 
     )
 
 
-def _told_by_sums(
+def _equal_by_sums(
     located: Located, first: _Leaf, mine: TensorSpec, other: _Leaf, theirs: TensorSpec
 ) -> bool | None:
-    """Whether two tensors' bytes are equal, from the checksums of the chunks that they lie in; None: those do not
-    tell."""
+    """Whether two tensors' bytes are equal, from the checksums of the chunks that contain them; None: the checksums do
+    not tell."""
     # Chunks begin at multiples of CHUNK_BYTES of the blob. Only tensors at the same offset are cut at the
     # same bytes, so only then equal bytes have equal sums.
     if mine.offset != theirs.offset:

@@ -1,21 +1,22 @@
-"""Checkpoints for other programs, and theirs for us: safetensors as Hugging Face lays them out, and files of
-torch.save.
+"""Exports checkpoints for other programs and imports theirs: safetensors in Hugging Face's layout, and files of torch.save.
 
 **safetensors**: a folder. Names are dotted paths in the state. Plain values and the nesting, which safetensors do not
 know, are in `values.json` beside them:
 
     {"format": 1, "values": {"epoch": 3}, "nesting": [{"epoch": ["x", "epoch"], ...}]}
 
-`nesting` has a tree for every rank, see `holdfast.tensors.tree`, with names at its leaves; a single one where no two
+`nesting` has a tree for every rank, see `holdfast.tensors.tree`, with names at its leaves; a single one if no two
 ranks' states differ, and null for a part that is as on rank 0.
 
-**torch**: one file with the nested state; where ranks' states differ, the states of all ranks are in it as well, as
+**torch**: one file with the nested state; if ranks' states differ, the states of all ranks are in it as well, as
 `rank-0`, `rank-1` and so on. Tensors that they share are in the file once.
 
-What `torch.distributed.checkpoint` saved is flat: its storage is not told of the nesting.
+A checkpoint of `torch.distributed.checkpoint` is flat: its storage does not contain the nesting.
 
-A tensor that is made of others, such as a quantized moment, is exported as those: in safetensors by their dotted names, in
-a file of torch.save as a dict of them. What makes it one tensor again is in `nesting`, or in the dict under `holdfast.wrapper`.
+A tensor that is made of others, such as a quantized moment, is exported as these others: in safetensors by their dotted
+names, in
+a file of torch.save as a dict of them. The information that makes it one tensor again is in `nesting`, or in the dict
+under `holdfast.wrapper`.
 """
 
 from __future__ import annotations
@@ -61,35 +62,35 @@ from holdfast.tools.conversion.consolidate import RANK_NAME, Merged, MergedTenso
 VALUES = "values.json"
 VALUES_FORMAT = 1
 FILE_BYTES = 5 << 30
-"""Of one safetensors file, as Hugging Face's libraries cut them."""
+"""The most bytes in one safetensors file, the same limit as in Hugging Face's libraries."""
 
 BATCH_BYTES = 64 << 20
-"""Small tensors are read so many at a time: one after the other, each would wait for an object store's answer."""
+"""Small tensors are read this many bytes at a time: one by one, each would wait for an object store's answer."""
 
 READ_BYTES = 16 << 20
 ALIGNED_BYTES = 64
 
 Seen = Callable[[str, int, int | None], None]
-"""Told what is being done, of how many more bytes, and how many it will be in all; None: not known."""
+"""Called with the kind of work, the number of bytes just processed, and the total; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What is in an export."""
+    """The content of an export."""
 
     files: tuple[Path, ...]
     tensors: int
-    """How many."""
+    """Number of tensors."""
     values: int
-    """How many plain values."""
+    """Number of plain values."""
     nbytes: int
     """Bytes of all tensors."""
     of_ranks: tuple[str, ...]
-    """Names of what other ranks have otherwise than the first."""
+    """Names under which other ranks have values that differ from the first rank's."""
 
 
 def unseen(what: str, nbytes: int, total: int | None) -> None:
-    """For who does not want to know."""
+    """A `Seen` that ignores progress."""
 
 
 # ---------------------------------------------------------------- export
@@ -105,18 +106,18 @@ def export_safetensors(
     *,
     strip: bool = False,
 ) -> Exported:
-    """Writes a checkpoint as a folder of safetensors. The folder appears when all of it is there and durable.
+    """Writes a checkpoint as a folder of safetensors. The folder appears only when it is complete and durable.
 
     Memory: a few times that of the largest tensor, or of BATCH_BYTES.
 
     Args:
         out: a folder that does not exist yet, or is empty.
-        only: nothing but names that begin so.
-        strip: these names lose what `only` says. Otherwise they keep it.
+        only: a prefix; other names are left out.
+        strip: remove the prefix `only` from the names.
         file_bytes: the most bytes of tensors in one file; a larger tensor has a file of its own.
 
     Raises:
-        UsageError: `out` cannot be used, nothing begins with `only`, or a dtype that safetensors do not know.
+        UsageError: `out` cannot be used, no name begins with `only`, or safetensors lack a dtype.
         StateError: the checkpoint is not complete.
         TierError: the tier cannot be read, or the disk not written.
     """
@@ -126,13 +127,13 @@ def export_safetensors(
             f"{out}: an export is a folder that contains model.safetensors: pass the name of a folder"
         )
     # Checked before anything is read, which may take hours from an object store. An export never replaces
-    # what is there: it may be the only copy.
+    # existing files: they may be the only copy.
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} exists: choose another folder, or remove it")
     merged = _merged(archive, step, only, seen)
     if strip:
         merged = merged.stripped(only)
-    # Also before the first byte: a dtype that the format does not know must not be found in the last file.
+    # Also before the first byte: a dtype that the format lacks must not be found in the last file only.
     safetensors_io.check_names(merged.tensors.values())
     with _written_beside(out, merged.nbytes) as work:
         files = safetensors_io.plan_files(merged.tensors.values(), file_bytes)
@@ -156,11 +157,11 @@ def export_safetensors(
 
 
 def export_torch(archive: Archive, step: int, out: Path, only: str = "", seen: Seen = unseen) -> Exported:
-    """Writes a checkpoint as one file of torch.save, for `torch.load(weights_only=True)`. It appears when all of it is
-    there and durable.
+    """Writes a checkpoint as one file of torch.save, for `torch.load(weights_only=True)`. It appears only when it is
+    complete and durable.
 
     torch.save takes all tensors at once: they are first put into a file beside it, and mapped from there. So it takes
-    twice the room on the disk, and as little memory as `export_safetensors`.
+    twice the space on the disk, and as little memory as `export_safetensors`.
 
     Raises:
         As `export_safetensors`.
@@ -185,7 +186,7 @@ def export_torch(archive: Archive, step: int, out: Path, only: str = "", seen: S
         ) as file:  # an open file: of a path torch.save writes the name into it
             try:
                 torch.save(state, file)
-            except RuntimeError as error:  # also what becomes of an OSError on its way through C++
+            except RuntimeError as error:  # also raised in place of an OSError that passes through C++
                 raise TierError(f"{out} could not be written: {_reason(error)}") from error
         _make_durable(work / "state")
         (work / "state").rename(out)
@@ -226,7 +227,7 @@ def _values_text(merged: Merged) -> str:
         for tree in merged.trees[1:]
     ]
     values = {name: _to_json(value) for name, value in merged.values.items()}
-    # One line each: not for people.
+    # One line each: not meant for people.
     trees = ",\n  ".join(json.dumps(part, allow_nan=False) for part in nesting)
     return (
         f'{{\n "format": {VALUES_FORMAT},\n "values": {json.dumps(values, indent=2, allow_nan=False)},\n'
@@ -235,19 +236,19 @@ def _values_text(merged: Merged) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """JSON knows no infinity and no NaN."""
+    """JSON has neither infinity nor NaN."""
     return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _nested(tree: Mapping[str, Tree], leaf: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Of equal strings one object: pickle writes an object once, so that equal states make equal files."""
+    """Uses one object for equal strings: pickle writes an object once, so equal states give equal files."""
     return {
         sys.intern(name): _with_interned_keys(_as_dicts(build(part, leaf))) for name, part in tree.items()
     }
 
 
 WRAPPER = "holdfast.wrapper"
-"""The key under which a dict of a file of torch.save says that it stands for a tensor that is made of others."""
+"""The key of a dict in a file of torch.save that marks it as a tensor that is made of others."""
 
 
 def _as_dicts(value: Any) -> Any:
@@ -282,7 +283,7 @@ def _with_interned_keys(value: Any) -> Any:
 
 
 def _mapped_tensors(merged: Merged, path: Path, seen: Seen) -> dict[str, torch.Tensor]:
-    """All tensors in a file that has no name any more, mapped from it."""
+    """All tensors in an unlinked temporary file, and mapped from it."""
     wholes = list(merged.tensors.values())
     begins: list[int] = []
     with path.open("w+b") as file:
@@ -310,11 +311,11 @@ def _mapped_tensors(merged: Merged, path: Path, seen: Seen) -> dict[str, torch.T
 
 @contextmanager
 def _written_beside(out: Path, nbytes: int) -> Iterator[Path]:
-    """A folder beside `out` to write into; what is left of it goes in the end.
+    """A temporary folder beside `out` to write into; it is removed at the end.
 
     Raises:
-        UsageError: no folder for it.
-        TierError: no room for `nbytes`, or the disk cannot be written.
+        UsageError: there is no folder for `out`.
+        TierError: there is no space for `nbytes`, or the disk cannot be written.
     """
     folder = out.absolute().parent
     if not folder.is_dir():
@@ -333,7 +334,7 @@ def _written_beside(out: Path, nbytes: int) -> Iterator[Path]:
 
 
 def check_room(out: Path, nbytes: int, free_bytes: int) -> None:
-    """Raises TierError unless so much is free."""
+    """Raises TierError unless enough space is free."""
     if nbytes > free_bytes:
         raise TierError(
             f"{out} could not be written: it needs {units.size(nbytes)}, but only {units.size(free_bytes)} are free: "
@@ -350,17 +351,17 @@ def _make_durable(path: Path) -> None:
 
 
 def read_portable(source: Path) -> list[dict[str, Any]]:
-    """What a safetensors file or folder, or a file of torch.save, holds: the state of every rank, a single one where no
-    two differ. Tensors are mapped from the files. Nothing that could run code is loaded.
+    """Reads a safetensors file or folder, or a file of torch.save: the state of every rank, a single one if no two differ.
+    Tensors are mapped from the files. Nothing that could run code is loaded.
 
     Raises:
-        UsageError: it is not there, is none of these, is cut short, or holds objects.
+        UsageError: it does not exist, is none of these, is cut short, or contains objects.
     """
     if not source.exists():
         raise UsageError(
             f"{source} does not exist: pass a safetensors file, a folder of them, or a file written by torch.save"
         )
-    # Its files have pieces of tensors, and checksums among them.
+    # Its files have pieces of tensors, and checksums between them.
     if _is_checkpoint(source if source.is_dir() else source.parent):
         raise UsageError(
             f"{source} is a checkpoint of Holdfast: it is loaded as it is, from the folder around it; to put it "
@@ -394,23 +395,23 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    # Not by its name: "." has none, and a copy another.
+    # Not by its name: "." has none, and a copy has another one.
     return (folder / MANIFEST).is_file() and any(folder.glob(f"*{HEAD_SUFFIX}"))
 
 
 def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = unseen) -> tuple[int, int]:
-    """Makes a checkpoint of what another program wrote, or `export_safetensors` and `export_torch`.
+    """Makes a checkpoint from files of another program, or of `export_safetensors` and `export_torch`.
 
     Args:
         source: see `read_portable`.
         step: the step of the new checkpoint.
 
     Returns:
-        How many ranks it is of, and the bytes of its tensors.
+        The number of its ranks, and the bytes of its tensors.
 
     Raises:
         UsageError: the source cannot be used, or there is a checkpoint of that step.
-        TierError: the tier cannot take it.
+        TierError: the tier cannot be written.
         In each case nothing is left in the tier.
     """
     # A common mistake: the folder of one checkpoint instead of the one around it. The import would create
@@ -458,7 +459,7 @@ class _RankShard:
 
 
 def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: Seen) -> list[_RankShard]:
-    """Ranks whose tensors have equal names and bytes share a blob. Bytes that lie at the same addresses are summed once."""
+    """Ranks whose tensors have equal names and bytes share a blob. Bytes at the same addresses are summed only once."""
     sums_at: dict[tuple[tuple[int, int], ...], bytes] = {}
     blobs: dict[str, str] = {}
     shards = []
@@ -496,7 +497,7 @@ def _counted(buffers: Iterator[memoryview], seen: Seen) -> Iterator[memoryview]:
 
 @contextmanager
 def _nothing_left_of(archive: Archive, step: int) -> Iterator[None]:
-    """Removes what was written of a checkpoint that does not come to be, with the folders made for it."""
+    """Removes the files of a checkpoint that could not be completed, with the folders made for it."""
     made: list[Path] = []
     if isinstance(archive.tier, DiskTier):
         folder = archive.tier.folder
@@ -514,7 +515,7 @@ def _nothing_left_of(archive: Archive, step: int) -> Iterator[None]:
 
 
 def _with_values(tensors: dict[str, torch.Tensor], source: Path) -> list[dict[str, Any]]:
-    """The nested states, with plain values, from `values.json`; without one, names to tensors."""
+    """The nested states, with plain values, from `values.json`; without that file, names to tensors."""
     path = (source if source.is_dir() else source.parent) / VALUES
     if not path.exists():
         return [dict(tensors)]

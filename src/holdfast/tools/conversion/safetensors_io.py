@@ -47,7 +47,8 @@ DTYPES = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""In the library's order, which sorts a file's tensors by it, the last first, so that all of them are aligned."""
+"""In the library's order, by which it sorts the tensors of a file, the last dtype first, so that all of them are
+aligned."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _METADATA = "__metadata__"
@@ -56,7 +57,7 @@ MOST_NAMED = 3
 
 
 class _WeightMap(msgspec.Struct):
-    """What is read of an index."""
+    """The part of an index that is read."""
 
     weight_map: dict[str, str]
 
@@ -95,21 +96,21 @@ def plan_files(tensors: Iterable[MergedTensor], most_bytes: int) -> dict[str, li
 
 
 def index_of(files: dict[str, list[MergedTensor]]) -> str:
-    """The index of several files, JSON."""
+    """The index of several files, as JSON."""
     weight_map = {t.name: name for name, group in files.items() for t in group}
     total = sum(t.nbytes for group in files.values() for t in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def in_file_order(tensors: Iterable[MergedTensor]) -> list[MergedTensor]:
-    """As they lie in a file."""
+    """The tensors in their order within a file."""
     # The widest first. So every tensor begins at a multiple of its own width, and a reader can map the file
     # instead of copying it.
     return sorted(tensors, key=lambda t: (-_ORDER[t.dtype], t.name))
 
 
 def header_of(ordered: Sequence[MergedTensor]) -> bytes:
-    """What comes before the tensors' bytes."""
+    """The part of a file before the tensors' bytes."""
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}  # without it transformers refuses a file
     at = 0
     for tensor in ordered:
@@ -121,7 +122,7 @@ def header_of(ordered: Sequence[MergedTensor]) -> bytes:
         }
         at = offsets[1]
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    # The format wants the tensors' bytes aligned to 8, and allows the header to be padded with spaces.
+    # The format requires the tensors' bytes to be aligned to 8, and allows padding the header with spaces.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -141,16 +142,16 @@ def write_file(
             data = buffer_of(tensor)
             for low in range(0, len(data), WRITE_BYTES):
                 seen(file.write(data[low : low + WRITE_BYTES]))
-    # Read back by the library that others will use. The header is written by our own code, and a mistake in
-    # it should fail here and not at a colleague's.
+    # Read back with the library that others will use. The header is written by our own code, and a mistake in
+    # it should fail here and not for another user.
     Opened(path).check()
 
 
 class Opened:
-    """A file that is there. Its tensors are mapped from it: they take no memory of their own until they are changed.
+    """An existing file, opened. Its tensors are mapped from it: they take no memory of their own until they are changed.
 
     Raises (on opening):
-        UsageError: it is no complete safetensors file.
+        UsageError: it is not a complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,11 +166,11 @@ class Opened:
             ) from error
 
     def names(self) -> list[str]:
-        """Of its tensors."""
+        """Names of its tensors."""
         return list(self._file.keys())
 
     def check(self) -> None:
-        """Raises UsageError for a tensor that cannot be read into this torch."""
+        """Raises UsageError for a tensor that this version of torch cannot hold."""
         for name in self.names():
             dtype = self._file.get_slice(name).get_dtype()
             if dtype not in DTYPES.values():
@@ -234,8 +235,8 @@ def _by_index(index: Path) -> dict[str, torch.Tensor]:
         if not (index.parent / file).is_file():
             raise UsageError(f"{index} names {file}, which does not exist: copy all of its files")
         part = Opened(index.parent / file).tensors()
-        # Both ways. A tensor too many is as wrong as one too few: the index is then of other files, and the
-        # rest may be of another model as well.
+        # In both directions. A tensor too many is as wrong as one too few: the index then belongs to other
+        # files, and the rest may be of another model as well.
         different = sorted(part.keys() ^ names)
         if different:
             named = ", ".join(different[:MOST_NAMED])
@@ -253,7 +254,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     except OSError as error:
         raise UsageError(f"{what}: {error}") from error
     weight_map: dict[str, str] = decode(_weight_maps.decode, data, what, error=UsageError).weight_map
-    # Names of files and no paths: an index comes from somewhere else, and could otherwise have any file of
+    # Only names of files, no paths: the index may come from anybody, and could otherwise have any file of
     # this machine read.
     if not all(Path(f).name == f for f in weight_map.values()):
         raise UsageError(f"{index} names files outside its own folder: correct its weight_map")

@@ -1,1 +1,1 @@
-"""`holdfast data build`: text into token files, and whether a token file is whole."""
+"""`holdfast data build`: makes token files from text, and verifies that a token file is intact."""

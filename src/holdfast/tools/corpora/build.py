@@ -1,7 +1,7 @@
 """`holdfast data build`: text into token files.
 
     PREFIX.build/        while it is being built: finished units (see units.py), then the whole
-    PREFIX.build.json    what it was built from, and the sums of what was written
+    PREFIX.build.json    what it was built from, and the checksums of the files
     PREFIX.bin, .idx     or PREFIX.npy
 
 Killed at any instruction and run again, a build goes on, and the result is the same to the byte. The files appear by
@@ -46,7 +46,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 _PR_SET_PDEATHSIG = 1
 
 Progress = Callable[[str, int, int], None]
-"""Is called with what is being done, how many bytes of it are done, and of how many; every second or so."""
+"""Called about every second with the kind of work, and the number of bytes that are done of the total."""
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -58,14 +58,14 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in PREFIX.build.json."""
+    """The content of PREFIX.build.json."""
 
     key: str
-    """Hash of everything that the result depends on."""
+    """Hash of everything on which the result depends."""
     format: TokenFormat
     tokenizer: str
     vocabulary: int
-    """One more than the largest token that can be in it."""
+    """The largest token that can occur, plus one."""
     eod: int | None
     """The token that ends every document."""
     dtype: str
@@ -84,13 +84,13 @@ _descriptions = msgspec.json.Decoder(Description)
 def build(
     options: BuildOptions, workers: int = 1, progress: Progress = lambda what, done, total: None
 ) -> Description:
-    """Builds a data set, goes on with one that was begun, or finds that it is there.
+    """Builds a data set, continues one that was begun, or finds that it exists.
 
     Args:
-        workers: processes that read and encode; with 1 this one does.
+        workers: processes that read and encode; with 1, this process does.
 
     Raises:
-        UsageError: something about `options` does not fit; before anything is read.
+        UsageError: the options do not fit; raised before anything is read.
         DataError: a line cannot be read, or the disk cannot be written.
     """
     if options.prefix.suffix in (".bin", ".idx", ".npy"):
@@ -137,7 +137,7 @@ def build(
 
 
 def describe(prefix: Path) -> Description | None:
-    """What PREFIX.build.json says; None where there is none, or it is not ours."""
+    """The content of PREFIX.build.json; None if there is no such file, or it is not one of ours."""
     try:
         return decode_file(_descriptions.decode, _with(prefix, ".build.json"))
     except (OSError, Damaged):
@@ -145,7 +145,7 @@ def describe(prefix: Path) -> Description | None:
 
 
 def _recipe_of(options: BuildOptions) -> tuple[Recipe, int]:
-    """How to encode, and the largest token."""
+    """The recipe for encoding, and the largest token."""
     encoder = load_encoder(options.tokenizer)
     eod = _eod_of(options, encoder)
     largest = max(encoder.largest, -1 if eod is None else eod)
@@ -188,8 +188,8 @@ def _eod_of(options: BuildOptions, encoder: Encoder) -> int | None:
 
 
 def _dtypes_of(format_: TokenFormat) -> list[str]:
-    """What a data set is written in, the smallest first."""
-    if format_ is TokenFormat.MEGATRON:  # has no uint32
+    """The dtypes in which a data set may be written, the smallest first."""
+    if format_ is TokenFormat.MEGATRON:  # Megatron has no uint32
         return [name for name in ("uint8", "uint16", "int32", "int64") if name in CODES]
     return ["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -201,7 +201,7 @@ def _smallest_dtype(largest: int, format_: TokenFormat) -> str:
 def _make_all(
     units: list[Unit], recipe: Recipe, folder: Path, workers: int, progress: Progress
 ) -> list[FinishedUnit]:
-    """Every unit, finished."""
+    """Makes the units that are not finished yet; returns all units."""
     itemsize = np.dtype(recipe.dtype).itemsize
     total = sum(unit.nbytes for unit in units)
     # Finished units of an earlier, killed run are found by their keys. Each is complete or absent, so nothing
@@ -211,8 +211,8 @@ def _make_all(
     make = _make_here if workers == 1 or len(missing) == 1 else _make_in_processes
     make(missing, recipe, folder, workers, lambda nbytes: progress("reading", before + nbytes, total))
     made = [find_unit(folder, recipe.key_of(unit), itemsize) for unit in units]
-    # Somebody may clean the folder while the build runs. Publishing what is left would write a data set with
-    # a hole.
+    # Somebody may delete files of the folder while the build runs. Publishing the rest would write a data set
+    # with a hole.
     if None in made:
         raise DataError(
             f"finished parts were removed from {folder} during the build; run the same command again"
@@ -235,7 +235,7 @@ def _make_here(
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """What multiprocessing starts (processes, and one that tracks them) imports nothing from the current folder."""
+    """Processes that multiprocessing starts (workers, and its resource tracker) import nothing from the current folder."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -282,7 +282,8 @@ def _make_in_processes(
 
 
 def _die_with_parent() -> None:
-    """A pool's processes do not notice that their parent was killed: the kernel must tell them."""
+    """Ends the process with its parent. A pool's processes do not notice that their parent was killed, so the kernel
+    has to signal them."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole group of processes. If each of them raised, their tracebacks would bury the
     # parent's message.
@@ -299,7 +300,7 @@ class _Output:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """The folder, for this builder alone; what a killed one left half written in it is removed."""
+        """Creates and locks the folder for this builder alone; removes unfinished files of a builder that was killed."""
         with writing(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY)
@@ -317,22 +318,22 @@ class _Output:
             try:
                 yield
             finally:
-                with suppress(OSError):  # it is gone already, or there is something to go on with
+                with suppress(OSError):  # already gone, or there is something to continue from
                     self.work.rmdir()
         finally:
             os.close(fd)
 
     def finished(self, key: str, overwrite: bool) -> Description | None:
-        """The data set if it is there; what is left of building it goes.
+        """The data set if it is complete; remaining files of its build are then removed.
 
         Raises:
-            UsageError: another one is there.
+            UsageError: there is a different one.
         """
         there = describe(self._prefix)
         ours = there is not None and there.key == key
         paths = [_with(self._prefix, suffix) for suffix in self._suffixes]
-        # The description says which data set it is, and the files that it is there. It is renamed before
-        # them, so alone it proves nothing.
+        # The description says which data set it is, and the files show that it is complete. The description
+        # is renamed before them, so alone it proves nothing.
         if ours and all(path.exists() for path in paths):
             self._clear()
             return there
@@ -345,7 +346,7 @@ class _Output:
         return None
 
     def publish(self, made: list[FinishedUnit], description: Description, progress: Progress) -> Description:
-        """Puts the units together and gives the files their names."""
+        """Joins the units and gives the files their names."""
         if not description.tokens:
             raise DataError("the input has no tokens: every document is empty")
         dtype = np.dtype(description.dtype)
@@ -393,19 +394,19 @@ class _Output:
 
 
 class _Summed:
-    """A file that knows the sum of what was written to it."""
+    """A file that computes the checksum of the bytes that are written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, xxhash.xxh3_128()
 
     def write(self, data: bytes) -> int:
-        """Writes all of it."""
+        """Writes all of the data."""
         self._digest.update(data)
         return self._file.write(data)
 
     @property
     def sum(self) -> str:
-        """XXH3-128 of what was written."""
+        """XXH3-128 of the bytes written."""
         return self._digest.hexdigest()
 
 
@@ -443,13 +444,13 @@ def verify(file: TokenFile, seen: Callable[[int], None] = lambda nbytes: None) -
     """Reads everything of a data set.
 
     Args:
-        seen: is called with the bytes that were read.
+        seen: called with the number of bytes that were read.
 
     Returns:
-        What it was built from, if `holdfast data build` did it; only then are there sums to compare with.
+        The description of its build, if `holdfast data build` made it; only then are there checksums to compare with.
 
     Raises:
-        DataError: it is not complete; the message has the file and what is wrong with it.
+        DataError: it is not complete; the message names the file and the damage.
     """
     description = describe(file.path.with_suffix(""))
     # The index first: it is small, and when it does not fit the tokens there is no use in reading them.

@@ -3,7 +3,7 @@
     KEY.bin   the tokens
     KEY.len   a header, then the tokens of each document, int32
 
-The key is a hash of everything that the content depends on, so a unit is used again exactly if it would come out the
+The key is a hash of everything on which the content depends, so a unit is reused exactly if making it again would give the
 same. The `.len` is renamed into place last: with it a unit is finished. Neither is forced to disk, because merging
 compares the tokens with the sum in the header.
 """
@@ -39,7 +39,7 @@ COPY_BYTES = 8 << 20
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How input becomes tokens."""
+    """How tokens are made from the input."""
 
     reading: InputOptions
     tokenizer: str
@@ -47,12 +47,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_key: str
     """Hash of the tokenizer's content when the build began."""
     eod: int | None
-    """The token that ends every document; None for none."""
+    """The token that ends every document; None: none is added."""
     dtype: str
-    """Of the tokens."""
+    """Dtype of the tokens."""
 
     def key_of(self, unit: Unit) -> str:
-        """Names the unit's files."""
+        """The name of the unit's files."""
         # The leading 1 is the version of this format. A change of what a unit holds must raise it, or old
         # units would be taken for new ones.
         parts = msgspec.json.encode((1, self.reading, self.tokenizer_key, self.eod, self.dtype, unit))
@@ -64,7 +64,7 @@ class FinishedUnit:
     """The files of one unit, complete."""
 
     path: Path
-    """Of its files, without their suffixes."""
+    """Path of its files, without their suffixes."""
     documents: int
     tokens: int
     skipped: int
@@ -80,7 +80,7 @@ class FinishedUnit:
         """The tokens' bytes.
 
         Raises:
-            DataError: they are not what was written. The unit is gone then, so that it is made again.
+            DataError: they differ from what was written. The unit is then removed, so that it is made again.
         """
         digest = xxhash.xxh3_64()
         with _with(self.path, ".bin").open("rb") as file:
@@ -121,7 +121,7 @@ def make_unit(
     """Reads, encodes and writes one unit. Runs in a process of its own, or in the builder's.
 
     Args:
-        seen: is called with how many bytes of documents were dealt with so far.
+        seen: called with the number of bytes of documents that were processed so far.
 
     Raises:
         DataError: the input cannot be read, or changed since the build began; or the disk is full.
@@ -168,7 +168,7 @@ def make_unit(
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says which file could not be written, and what to do."""
+    """On an error, reports the file that could not be written, and what to do."""
     try:
         yield
     except OSError as error:

@@ -17,22 +17,22 @@ BYTES = "bytes"
 
 
 class Encoder(Protocol):
-    """Makes token numbers of documents."""
+    """Encodes documents as token numbers."""
 
     name: str
-    """What it is called in a data set's description."""
+    """Its name in a data set's description."""
     key: str
-    """What tells it from others, whatever its file is called."""
+    """Identifies its content, whatever its file is called."""
     largest: int
-    """The largest number that it gives."""
+    """The largest token number that it can give."""
     needs_utf8: bool
-    """Documents must be text."""
+    """Whether documents must be valid UTF-8."""
 
     def encode(self, documents: list[bytes]) -> list[npt.NDArray[Any]]:
         """The tokens of each document."""
 
     def number_of(self, word: str) -> int | None:
-        """The number of one token, if there is such a token."""
+        """The number of the token with this text, if there is one."""
 
 
 class ByteEncoder:
@@ -67,7 +67,7 @@ class HuggingFaceEncoder:
             raise UsageError(
                 f"--tokenizer {path} needs a library: pip install 'holdfast-train[data]' ({error})"
             ) from error
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each processor already
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the build already has one process per processor
         try:
             content = path.read_bytes()
             self._tokenizer = Tokenizer.from_buffer(content)
@@ -75,7 +75,7 @@ class HuggingFaceEncoder:
             raise UsageError(
                 f"--tokenizer {path} cannot be read ({error.strerror}); specify a tokenizer.json, or bytes"
             ) from error
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no more specific type
             raise UsageError(
                 f"--tokenizer {path} is not a file of the tokenizers library ({error}); specify a tokenizer.json, or "
                 "bytes"
@@ -98,7 +98,7 @@ class HuggingFaceEncoder:
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def number_of(self, word: str) -> int | None:
-        """The number of one token, if there is such a token."""
+        """The number of the token with this text, if there is one."""
         number: int | None = self._tokenizer.token_to_id(word)
         return number
 
@@ -108,6 +108,6 @@ def load_encoder(tokenizer: str) -> Encoder:
     """The encoder that `--tokenizer` names; loaded once in a process.
 
     Raises:
-        UsageError: there is no such thing.
+        UsageError: there is no such tokenizer.
     """
     return ByteEncoder() if tokenizer == BYTES else HuggingFaceEncoder(Path(tokenizer))

@@ -1,8 +1,8 @@
 """What `holdfast data build` reads: text, JSON lines and Parquet, in units that can be read in parallel.
 
-A unit is one large span or several small ones. A span is a range of bytes of a file of lines (it has the lines that
-begin in the range), a range of row groups of a Parquet file, or a whole file. How files are cut changes nothing in the
-result.
+A unit is one large span or several small ones. A span is a range of bytes of a file of lines (it contains the lines
+that begin in the range), a range of row groups of a Parquet file, or a whole file. The result does not depend on how
+files are cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.errors import DataError, UsageError
 from holdfast.tools.corpora.options import Documents, InputKind, InputOptions
 
 MOST_FILE_BYTES = 1 << 30
-"""Of a file that is one document: it is held in memory."""
+"""Limit on a file that is a single document, because it is held in memory."""
 
 _MOST_SPANS = 1024
 
@@ -54,30 +54,30 @@ class FilePart:
     begin: int
     """First byte; of Parquet, first row group."""
     end: int
-    """The one after the last."""
+    """The first byte, or row group, after it."""
     nbytes: int
-    """About how much is to be read."""
+    """Approximate number of bytes to read."""
     whole: bool = False
-    """It is one document, or is compressed: the span is all of the file."""
+    """It is one document, or compressed: the span is the whole file."""
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """What one process reads at a time."""
+    """The part of the input that one process reads at a time."""
 
     spans: tuple[FilePart, ...] = msgspec.field(name="pieces")
     """Encoded as `pieces`: the keys of finished units and of data sets are hashes of it, and must stay what they are."""
 
     @property
     def nbytes(self) -> int:
-        """About how much is to be read."""
+        """Approximate number of bytes to read."""
         return sum(span.nbytes for span in self.spans)
 
 
 def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files that are meant: of a folder all below it, sorted, but for hidden ones.
+    """The files that the inputs name: for a folder all files below it, sorted, except hidden ones.
 
     Raises:
-        UsageError: something is not there, or nothing is.
+        UsageError: an input does not exist, or there are no files.
     """
     files: list[Path] = []
     for name in inputs:
@@ -101,8 +101,8 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """The files of a folder and of those in it, but for hidden ones. Refuses a folder that cannot be listed: its files would be
-    missing without a word."""
+    """The files of a folder and of its subfolders, except hidden ones. Refuses a folder that cannot be listed: its
+    files would be missing without notice."""
 
     def refuse(error: OSError) -> None:
         raise UsageError(
@@ -118,7 +118,7 @@ def plan_units(files: list[Path], reading: InputOptions, unit_bytes: int) -> lis
     """The units of all files, in order.
 
     Raises:
-        UsageError: a file cannot be read in this way; said before anything is built.
+        UsageError: a file cannot be read in this way; raised before anything is built.
     """
     units: list[Unit] = []
     small: list[FilePart] = []
@@ -167,7 +167,7 @@ class Reader:
     """Reads the documents of one span.
 
     Attributes:
-        skipped: lines and rows that were passed over.
+        skipped: lines and rows that were left out.
     """
 
     def __init__(self, span: FilePart, reading: InputOptions, needs_utf8: bool) -> None:
@@ -178,7 +178,7 @@ class Reader:
         """The documents, in order.
 
         Raises:
-            DataError: one cannot be read; the message has file and line.
+            DataError: one cannot be read; the message names file and line.
         """
         try:
             known = Path(self._span.path).stat()
@@ -194,7 +194,7 @@ class Reader:
                 yield from self._parsed(self._plain_text)
             else:
                 yield from self._whole()
-        except (OSError, EOFError, ValueError, zlib.error) as error:  # what gzip and pyarrow raise
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # errors of gzip and pyarrow
             raise DataError(f"{self._span.path} cannot be read: {error}") from error
 
     def _parsed(self, parse: Callable[[bytes], bytes]) -> Iterator[bytes]:
@@ -211,7 +211,7 @@ class Reader:
                 yield from file
                 return
             at = 0
-            if span.begin:  # the line that the byte before is in belongs to the span before
+            if span.begin:  # the line that contains the preceding byte belongs to the previous span
                 file.seek(span.begin - 1)
                 at = span.begin - 1 + len(file.readline())
             # A line belongs to the span in which it begins, and is read to its end beyond it. With the rule
@@ -222,7 +222,7 @@ class Reader:
 
     @cached_property
     def _lines_before(self) -> int:
-        """Lines that begin before this span; only counted when one has to be named."""
+        """Number of lines that begin before this span; only computed when a line has to be named."""
         # Line numbers are for error messages only. Counting them costs a read of everything before the span,
         # so it is done for a line that is bad, and never for a good one.
         count, left, last = 0, self._span.begin, b"\n"
@@ -263,7 +263,7 @@ class Reader:
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
         except msgspec.DecodeError:
-            parsed = json.loads(line)  # knows what Python writes, such as NaN, and says where it fails
+            parsed = json.loads(line)  # also accepts what Python writes, such as NaN, and says where it fails
         text = parsed.get(self._reading.field) if isinstance(parsed, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"there is no text in the field `{self._reading.field}`")
@@ -321,7 +321,7 @@ def _row_groups(path: Path, column: str, unit_bytes: int) -> Iterator[tuple[int,
     """(first group, the one after the last, bytes) of units.
 
     Raises:
-        UsageError: it is no Parquet, or has no such column of text.
+        UsageError: it is not a Parquet file, or has no such column of text.
     """
     try:
         with _parquet().ParquetFile(path) as file:

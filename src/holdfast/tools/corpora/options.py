@@ -1,4 +1,4 @@
-"""What `holdfast data build` can be told about its input and its output.
+"""The options of `holdfast data build` for its input and its output.
 
 `holdfast --help` imports this module, so it must not need numpy or msgspec. It has no `from __future__ import annotations`
 because the command line evaluates its annotations (see `protocol/options.py`).
@@ -14,7 +14,7 @@ from holdfast.protocol.options import Argument, Option, OptionGroup
 
 
 class InputKind(StrEnum):
-    """What a file holds."""
+    """The format of an input file."""
 
     TEXT = "text"
     JSONL = "jsonl"
@@ -22,14 +22,14 @@ class InputKind(StrEnum):
 
 
 class Documents(StrEnum):
-    """What a document is in a text file."""
+    """The unit of a text file that is one document."""
 
     FILE = "file"
     LINE = "line"
 
 
 class TokenFormat(StrEnum):
-    """What is written: Megatron's `.bin` and `.idx`, or `.npy`."""
+    """The format of the result: Megatron's `.bin` and `.idx`, or `.npy`."""
 
     MEGATRON = "megatron"
     NPY = "npy"
