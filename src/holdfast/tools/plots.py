@@ -1,4 +1,4 @@
-"""The planner's pictures: with matplotlib as PNG or SVG, and as characters in a terminal."""
+"""Draws the planner's pictures: with matplotlib as PNG or SVG, and as characters in a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKS = "●▲■◆○△"
 def draw_curves(
     path: Path, title: str, curves: Sequence[Curve], x: str, y: str, log: bool = False, percent: bool = False
 ) -> None:
-    """Writes one picture. A curve of one point is a mark. log: of the x axis.
+    """Writes one picture. A curve of one point is drawn as a mark. log: the x axis is logarithmic.
 
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written.
@@ -57,7 +57,7 @@ def draw_waterfall(path: Path, title: str, parts: Sequence[tuple[str, float]], u
 
 
 def print_curves(stream: IO[str], title: str, curves: Sequence[Curve], x: str, percent: bool = False) -> None:
-    """The same with characters: every curve a mark, x in the order of its points."""
+    """Draws the curves with characters: a mark for every curve, x in the order of its points."""
     lines = [c for c in curves if len(c.points) > 1]
     xs = [p[0] for p in lines[0].points]
     values = [y for c in lines for _, y in c.points]

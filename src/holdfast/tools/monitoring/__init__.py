@@ -1,1 +1,1 @@
-"""What a Prometheus and a Grafana are given: alerts with their tests, and dashboards."""
+"""Files for Prometheus and Grafana: alerts with their tests, and dashboards."""

@@ -1,4 +1,4 @@
-"""Grafana's dashboards, made of a few lines for each panel.
+"""Generates Grafana's dashboards from a few lines for each panel.
 
 `python -m holdfast.tools.monitoring.make_dashboards DIR` writes them; the ones in `dashboards/` are committed. They are
 in Grafana's classic JSON (schema 39, read by 10.4 and later), with the data source as a variable.
@@ -15,7 +15,7 @@ import msgspec
 
 SCHEMA = 39
 WIDTH = 24
-"""Of Grafana's grid."""
+"""Columns of Grafana's grid."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 JOB = '{holdfast_job=~"$holdfast_job"}'
 IDLE = '{mode="idle"}'
@@ -31,18 +31,19 @@ def ours(metric: str, labels: str = "", over: str = "") -> str:
 
 
 def rate(metric: str, labels: str = "") -> str:
-    """Of a counter, each second."""
+    """Rate of a counter, per second."""
     return f"rate({ours(metric, labels, '$__rate_interval')})"
 
 
 def moved(metric: str) -> str:
-    """Of a counter that agents read, each second by node. They read it every 30 or 60 seconds, so a shorter range would be 0 in
-    one scrape and twice as much in the next."""
+    """Rate of a counter that agents read, per second and node. Agents read it every 30 or 60 seconds, so with a shorter
+    range it would be 0 in one scrape and twice the rate in the next."""
     return f"sum by (node) (rate({ours(metric, over='5m')}))"
 
 
 def quantile(q: float, metric: str, by: str) -> str:
-    """Of a histogram since the start. An increase would miss the first incident of each kind, whose series begins with it."""
+    """A quantile of a histogram since the start. An increase would miss the first incident of each kind, whose series
+    begins with it."""
     return f"histogram_quantile({q}, sum by (le, {by}) ({ours(metric + '_bucket')}))"
 
 
@@ -67,7 +68,7 @@ def _panel(
 def lines(title: str, text: str, unit: str, *targets: tuple[str, str], stacked: bool = False) -> Panel:
     """Curves over time. targets: each a query and its legend."""
     panel = _panel("timeseries", title, text, unit, targets, 12)
-    # Never joined over a gap: what is not known must not look like a value.
+    # Never joined over a gap: an unknown value must not look like a known one.
     custom: dict[str, Any] = {"spanNulls": False, "fillOpacity": 40 if stacked else 0}
     custom |= {"stacking": {"mode": "normal", "group": "A"}} if stacked else {}
     panel["fieldConfig"]["defaults"]["custom"] = custom
@@ -86,7 +87,7 @@ def number(title: str, text: str, unit: str, expr: str) -> Panel:
 
 
 def rows(title: str, text: str, *targets: tuple[str, str], unit: str = "none") -> Panel:
-    """A table of newest values. targets: each a query, and the name of its column."""
+    """A table of newest values. targets: each a query and the name of its column."""
     panel = _panel("table", title, text, unit, targets, WIDTH)
     for target in panel["targets"]:
         target |= {"format": "table", "instant": True}
@@ -100,7 +101,7 @@ def rows(title: str, text: str, *targets: tuple[str, str], unit: str = "none") -
 
 
 def _placed(panels: Iterable[Panel]) -> list[Panel]:
-    """From left to right, each row as high as its highest panel."""
+    """Places the panels from left to right, each row as high as its highest panel."""
     x = y = height = 0
     done = []
     for number_, panel in enumerate(panels, 1):
@@ -133,7 +134,8 @@ def _dashboard(uid: str, title: str, text: str, panels: Iterable[Panel]) -> dict
                     "type": "query",
                     "datasource": SOURCE,
                     "query": "label_values(holdfast_job_info, holdfast_job)",
-                    # Asked again when the time range changes (2): jobs come and go while a dashboard is open.
+                    # Queried again when the time range changes (2): jobs come and go while a dashboard is
+                    # open.
                     "refresh": 2,
                     "multi": True,
                     "includeAll": True,
@@ -161,7 +163,7 @@ def _dashboard(uid: str, title: str, text: str, panels: Iterable[Panel]) -> dict
 
 
 def fleet() -> dict[str, Any]:
-    """All jobs of a site."""
+    """The dashboard of all jobs of a site."""
     panels = [
         number("Jobs", "Jobs that are scraped.", "none", f"count(holdfast_job_info{JOB})"),
         number("Training", "Jobs that train now.", "none", f"sum({ours('holdfast_phase', RUNNING)})"),
@@ -218,7 +220,7 @@ def fleet() -> dict[str, Any]:
 
 
 def job() -> dict[str, Any]:
-    """One job."""
+    """The dashboard of one job."""
     panels = [
         number("Step", "Committed steps of the current state.", "none", f"holdfast_step{JOB}"),
         number("Age of the newest commit", "At level 2.", "s", f"holdfast_step_age_seconds{JOB}"),
@@ -323,9 +325,9 @@ def job() -> dict[str, Any]:
 
 
 def nodes() -> dict[str, Any]:
-    """Nodes and what their health watch found, beside other exporters' series of the same hosts."""
-    # Exporters name a host by its address and port, or by a label of their own; both become `host`. On one host may be
-    # nodes of several jobs, so the exporter's side is the one that is unique.
+    """The dashboard of nodes and of their health findings, next to the series of other exporters for the same hosts."""
+    # Exporters identify a host by its address and port, or by a label of their own; both become `host`. One
+    # host may have nodes of several jobs, so the exporter's side is the unique one.
     here = f"group by (host, node) (holdfast_node_info{JOB})"
 
     def beside(how: str, expr: str, label: str) -> str:
@@ -446,7 +448,7 @@ def nodes() -> dict[str, Any]:
 
 
 def storage() -> dict[str, Any]:
-    """What is saved where."""
+    """The dashboard of saved state."""
     panels = [
         lines(
             "Age of what is saved",
@@ -525,7 +527,7 @@ def storage() -> dict[str, Any]:
 
 
 def dashboards() -> dict[str, bytes]:
-    """Name of a file to its content."""
+    """File names and contents of all dashboards."""
     made = {"fleet": fleet(), "job": job(), "nodes": nodes(), "storage": storage()}
     return {
         f"{name}.json": msgspec.json.format(msgspec.json.encode(x), indent=1) + b"\n"
@@ -534,7 +536,7 @@ def dashboards() -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Writes them into the folder that was given."""
+    """Writes the dashboards into the given folder."""
     for name, content in dashboards().items():
         (Path(sys.argv[1]) / name).write_bytes(content)
 

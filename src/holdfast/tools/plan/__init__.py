@@ -1,1 +1,1 @@
-"""The arithmetic of capacity and failure. Pure: neither torch nor I/O."""
+"""Calculations of capacity and failures. Pure: neither torch nor I/O."""

@@ -20,7 +20,7 @@ FEW = 10
 """With fewer failures than this, a rate is little more than a guess, and the output warns of it."""
 
 SPARE = "spare"
-"""The rung of an incident in which a spare took the place; `spare_s` is how long that took."""
+"""The recovery action of an incident in which a spare took the failed node's place; `spare_s` is how long that took."""
 
 PHASES = (
     "detect_s",
@@ -35,7 +35,7 @@ PHASES = (
 )
 
 KINDS = {CauseKind.HANG: "hang", CauseKind.NODE: "node", CauseKind.PROCESS: "worker"}
-"""Kinds of causes, and what kind of failure each is, as `plan simulate` counts them. All others are `other`."""
+"""Kinds of causes, and the kind of failure as which `plan simulate` counts each. All others are `other`."""
 
 
 class PastRun(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`node`, `worker`, `hang`, `other`, or `all`."""
     failures: int
-    """How many were seen."""
+    """Number of failures."""
     rate: float
     """Failures per node-hour."""
     low: float
@@ -61,12 +61,12 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def few(self) -> bool:
-        """Too few events to rely on."""
+        """Whether there are too few failures to rely on."""
         return self.failures < FEW
 
 
 class Time(msgspec.Struct, frozen=True):
-    """One phase, in seconds, over incidents that have it."""
+    """The duration of one phase, in seconds, over the incidents that have it."""
 
     phase: str
     count: int
@@ -75,24 +75,25 @@ class Time(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What past runs tell."""
+    """The results from past runs."""
 
     runs: int
-    """How many were read."""
+    """Number of runs."""
     node_hours: float
-    """Over all runs."""
+    """Node-hours of all runs."""
     rates: list[Rate]
-    """By kind; the last one is of all kinds together."""
+    """By kind; the last one is for all kinds together."""
     times: list[Time]
-    """By phase, of those that occurred."""
+    """By phase, for the phases that occurred."""
     injected: int
-    """Incidents that were injected: they count for times, but not for rates."""
+    """Number of injected incidents: they count for times, but not for rates."""
     step_s: float | None
-    """The median of the runs' median steps; None: no run has any."""
+    """The median of the runs' median step times; None: no run has one."""
     spent_s: dict[str, float]
     """Wall time by the classes of `TimeClass`, over all runs whose reports have them."""
     goodput: float | None
-    """Of that wall time, the share of steps that stayed. None: not known of every such run, or there is none."""
+    """The share of that wall time in steps that were kept. None: it is not known for every such run, or there is no
+    such run."""
 
 
 def calibrate(runs: Sequence[PastRun]) -> Calibration:
@@ -107,7 +108,7 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
             "these runs have no duration: world.history and goodput.wall_s are empty in their reports"
         )
     incidents = [i for r in runs for i in r.report.incidents]
-    # Somebody chose when an injected fault strikes, so it tells nothing about how often faults come by themselves.
+    # A person chose the time of an injected fault, so it says nothing about the rate of natural ones.
     natural = [i for i in incidents if not i.injected]
     counts: dict[str, int] = {}
     for incident in natural:
@@ -119,7 +120,7 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
         runs=len(runs),
         node_hours=hours,
         rates=[*rates, _rate("all", len(natural), hours)],
-        # An injected fault is recovered from as a real one is, so its times count.
+        # The recovery from an injected fault is the same as from a natural one, so its times count.
         times=[t for phase in PHASES if (t := _time(phase, incidents)) is not None],
         injected=len(incidents) - len(natural),
         step_s=statistics.median(steps) if steps else None,
@@ -130,15 +131,15 @@ def calibrate(runs: Sequence[PastRun]) -> Calibration:
 
 def _spent(runs: Sequence[PastRun]) -> tuple[dict[str, float], float | None]:
     """Wall time by class, and the share that was productive."""
-    told = [g for r in runs if (g := r.report.goodput) is not None and g.classes]
+    measured = [g for r in runs if (g := r.report.goodput) is not None and g.classes]
     spent_s = {
         kind.value: total
         for kind in TimeClass
-        if (total := math.fsum(g.classes.get(kind, 0.0) for g in told)) > 0
+        if (total := math.fsum(g.classes.get(kind, 0.0) for g in measured)) > 0
     }
-    # One run in which only the script knows which steps stayed makes the sum unknown, not smaller.
-    productive = [s for g in told if (s := g.productive_s) is not None]
-    if not told or len(productive) < len(told):
+    # If for one run only the script knows which steps were kept, the sum is unknown, not smaller.
+    productive = [s for g in measured if (s := g.productive_s) is not None]
+    if not measured or len(productive) < len(measured):
         return spent_s, None
     return spent_s, math.fsum(productive) / max(math.fsum(spent_s.values()), 1e-9)
 
@@ -153,7 +154,7 @@ def fields(found: Calibration) -> dict[str, Any]:
     if "replace_s" in times:
         made["replace"] = f"{times['replace_s']:.3f}s"
     if "spare_s" in times:
-        made["spare"] = "0s"  # `peer` below has it: the stall lasts until training continues, spare included
+        made["spare"] = "0s"  # included in `peer` below: the stall lasts until training continues
     if "stall_s" in times:
         made["peer"] = f"{max(0.0, times['stall_s'] - times.get('detect_s', 0.0)):.3f}s"
     if found.step_s is not None:
@@ -162,10 +163,10 @@ def fields(found: Calibration) -> dict[str, Any]:
 
 
 def why_no_rate(found: Calibration) -> str:
-    """Why these runs say nothing that a plan could use about how often nodes fail; empty: they do."""
+    """Why a plan cannot use a failure rate from these runs; empty: it can."""
     every = found.rates[-1]
-    # 0 would be a plan without spares and checkpoints. The upper end of the interval is no estimate: of an hour on one node it
-    # is more than three failures per hour.
+    # A rate of 0 would give a plan without spares and checkpoints. The upper end of the interval is no
+    # estimate: for an hour on one node it is more than three failures per hour.
     if not every.failures:
         return f"no failure in {found.node_hours:,.1f} node-hours"
     if every.rate > 1:
@@ -174,12 +175,12 @@ def why_no_rate(found: Calibration) -> str:
 
 
 def _node_hours(run: PastRun) -> float:
-    """The world size over time, up to the end of the run."""
+    """Node-hours of a run: the world size over time, up to its end."""
     world, goodput = run.report.world, run.report.goodput
     history = world.history if world is not None else []
     end_s = (goodput.wall_s or 0.0) if goodput is not None else 0.0
-    # Each size holds until the next one was formed, the last until the end. Time before the first does not
-    # count: there was no training that a failure could stop.
+    # Each size is valid until the next one was formed, the last one until the end. Time before the first does
+    # not count: there was no training that a failure could stop.
     ends = [*(t for t, _ in history[1:]), end_s][: len(history)]
     worker_s = sum(w * max(0.0, end - t) for (t, w), end in zip(history, ends, strict=True))
     return worker_s / max(1, run.per_node) / formulas.HOUR_S
@@ -205,9 +206,9 @@ def _time(phase: str, incidents: Sequence[IncidentView]) -> Time | None:
 
 
 def _phase(phase: str, incident: IncidentView) -> float | None:
-    """One phase of an incident; None if the incident has none."""
-    # One field has both times, told apart by how the incident was resolved: how long a spare took says nothing about how
-    # long a new node takes.
+    """The duration of one phase of an incident; None if the incident does not have it."""
+    # One field has both times, distinguished by how the incident was resolved: the time that a spare takes
+    # says nothing about the time that a new node takes.
     if phase in ("spare_s", "replace_s"):
         found = incident.replace_s
         return found if (incident.rung == SPARE) == (phase == "spare_s") else None

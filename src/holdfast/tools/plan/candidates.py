@@ -1,4 +1,4 @@
-"""The ways to survive failures, and what each comes to: wall time, cost, goodput, and their spread."""
+"""The strategies to survive failures, and the result of each: wall time, cost, goodput, and their spread."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from holdfast.tools.plan.renewal import Process, available, simulate
 STORAGE, TIERED, PEERS = "restart from storage", "tiered", "peers in memory"
 STRATEGIES = (STORAGE, TIERED, PEERS)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""By which the failure rate may be wrong."""
+"""Factors by which the failure rate may be wrong."""
 FINISHES = 0.02
-"""Less goodput than this, and a run does not finish in any practical sense."""
+"""With less goodput than this, a run does not finish in any practical sense."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 POINTS = 60
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to survive failures, and what it comes to."""
+    """One strategy to survive failures, with its parameters and results."""
 
     strategy: str
     """One of `STRATEGIES`."""
     spares: int
-    """Nodes that wait."""
+    """Number of spare nodes."""
     waits: bool
     """Without a spare the job waits for a new node; otherwise it continues on fewer nodes."""
     interval_s: float
     """Seconds of training between two saves."""
     recovery_s: float
-    """The mean recovery of one failure, without the work that is computed again."""
+    """Mean duration of one recovery, without repeated work."""
     recoveries: tuple[tuple[float, float], ...]
     """The kinds of recovery: the probability of each, and its seconds."""
     cost_s: float
@@ -48,17 +48,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     percentiles_s: tuple[float, ...] = ()
     """10th, 50th and 90th percentile of wall time. Empty if the run does not finish, or numpy is missing."""
     best: bool = False
-    """It takes the fewest GPU-hours of all ways."""
+    """It takes the fewest GPU-hours of all candidates."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Its name for people."""
         without = "wait" if self.waits else "go on smaller"
         return f"{self.strategy}, {self.spares} spare{'s' if self.spares != 1 else ''}, then {without}"
 
 
 def evaluate(inputs: Inputs, strategy: str, spares: int, waits: bool, rate_factor: float = 1.0) -> Candidate:
-    """One way in closed form."""
+    """Evaluates one candidate in closed form."""
     mtbf_s = inputs.mtbf_s / rate_factor
     cost_s, interval_s = _saving(inputs, strategy, mtbf_s)
     # A spare is replenished while others fail, so the number in repair is Poisson with mean repair / MTBF.
@@ -90,9 +90,9 @@ def evaluate(inputs: Inputs, strategy: str, spares: int, waits: bool, rate_facto
 
 
 def _saving(inputs: Inputs, strategy: str, mtbf_s: float) -> tuple[float, float]:
-    """How long a save stalls training, and the time between two saves that loses least."""
-    # The peers' live state is the copy, so a failure loses the step in flight at most and no save is made for it. The
-    # step takes the place of the interval.
+    """How long a save stalls training, and the interval between saves that loses least."""
+    # The live state of the peers is the copy, so a failure loses at most the step in flight, and no save is
+    # needed. The step takes the place of the interval.
     if strategy == PEERS:
         return 0.0, inputs.step_s
     cost_s = inputs.cost_s if strategy == STORAGE else inputs.memory_cost_s
@@ -102,21 +102,23 @@ def _saving(inputs: Inputs, strategy: str, mtbf_s: float) -> tuple[float, float]
 
 
 def _recovery_s(inputs: Inputs, strategy: str, spare: bool, waits: bool) -> float:
-    """What one failure takes, without the work that is computed again."""
+    """How long one recovery takes, without repeated work."""
     t = inputs.times
     back_s = {STORAGE: t.resume_s, TIERED: _memory_s(inputs), PEERS: t.peer_s}[strategy]
     if spare:
         return t.detect_s + t.spare_s + back_s
     if waits:
         return t.detect_s + t.replace_s + back_s
-    # A job that continues on fewer nodes grows again when the new node comes. Peers hand over their state within a step;
-    # the other strategies restart a second time for it. Until then the job computes 1 / nodes less, hence the last term.
+    # A job that continues on fewer nodes grows again when the new node arrives. Peers hand over their state
+    # within a step; the other strategies restart a second time for that. Until then the job computes 1 /
+    # nodes less, hence the last term.
     again_s = back_s if strategy != PEERS else inputs.step_s
     return t.detect_s + back_s + again_s + t.replace_s / inputs.nodes
 
 
 def _memory_s(inputs: Inputs) -> float:
-    """To restart all with the state from memory: as from storage, less the difference between the two reading times."""
+    """How long a restart with the state from memory takes: as from storage, less the difference between the two reading
+    times."""
     if inputs.times.memory_s is not None:
         return inputs.times.memory_s
     share = inputs.checkpoint_bytes / inputs.nodes
@@ -125,10 +127,10 @@ def _memory_s(inputs: Inputs) -> float:
 
 
 def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candidate]:
-    """All ways, the best one marked: the one that takes the fewest GPU-hours. Percentiles of those that finish.
+    """All candidates, with the best one marked: the one that takes the fewest GPU-hours. Those that finish have percentiles.
 
     Raises:
-        UsageError: no way finishes.
+        UsageError: no candidate finishes.
     """
     found = [
         evaluate(inputs, strategy, spares, waits)
@@ -140,11 +142,11 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
     if not finishing:
         least = min(found, key=lambda c: c.recovery_s)
         raise UsageError(
-            f"the run does not finish: a failure comes every {_words(inputs.mtbf_s)} (MTBF of {inputs.nodes} nodes) and "
-            f"takes at least {_words(least.recovery_s)} to recover from; try fewer nodes, a lower rate (rate: 0.016%) or "
+            f"the run does not finish: a failure comes every {_duration(inputs.mtbf_s)} (MTBF of {inputs.nodes} nodes) and "
+            f"takes at least {_duration(least.recovery_s)} to recover from; try fewer nodes, a lower rate (rate: 0.016%) or "
             "a faster recovery (detect, replace, resume, peer)"
         )
-    # Among those that finish only: a way that never ends may still take the fewest GPU-hours on paper.
+    # Only among those that finish: a candidate that never ends may still take the fewest GPU-hours on paper.
     best = min(finishing, key=lambda c: _price(inputs, c))
     return [
         msgspec.structs.replace(
@@ -157,7 +159,7 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
 
 
 def shortlist(inputs: Inputs, ways: Sequence[Candidate]) -> list[Candidate]:
-    """Of each strategy the way that takes the fewest GPU-hours, if one finishes; the best of all comes first."""
+    """For each strategy the candidate that takes the fewest GPU-hours, if one finishes; the best of all comes first."""
     finishing = sorted((c for c in ways if c.goodput >= FINISHES), key=lambda c: _price(inputs, c))
     first: dict[str, Candidate] = {}
     for way in finishing:
@@ -166,12 +168,12 @@ def shortlist(inputs: Inputs, ways: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _price(inputs: Inputs, c: Candidate) -> tuple[float, float]:
-    """What the best way is chosen by: node-seconds, spares included, then wall time."""
+    """The key for the choice of the best candidate: node-seconds, spares included, then wall time."""
     return c.wall_s * (inputs.nodes + c.spares), c.wall_s
 
 
 def _counts(most: int) -> list[int]:
-    """0, 1, 2, 4, ... up to the most."""
+    """0, 1, 2, 4, ... up to `most`."""
     counts = [0]
     while counts[-1] < most:
         counts.append(min(most, max(1, 2 * counts[-1])))
@@ -195,16 +197,16 @@ def spread(inputs: Inputs, candidate: Candidate, trials: int, seed: int = 0) -> 
 
 
 class Sensitivity(msgspec.Struct, frozen=True):
-    """What is best at another failure rate."""
+    """The best candidate at another failure rate."""
 
     factor: float
-    """That rate over the given one."""
+    """That rate as a multiple of the given one."""
     best: str
-    """Name of the best way then."""
+    """Name of the best candidate at that rate."""
     best_goodput: float
-    """Its goodput then."""
+    """Its goodput at that rate."""
     chosen_goodput: float
-    """The goodput of the way that was chosen, at that rate."""
+    """The goodput of the chosen candidate at that rate."""
 
 
 def sensitivity(inputs: Inputs, chosen: Candidate) -> list[Sensitivity]:
@@ -224,7 +226,7 @@ def sensitivity(inputs: Inputs, chosen: Candidate) -> list[Sensitivity]:
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Where the time goes, in seconds of wall time."""
+    """A use of wall time, in seconds."""
 
     part: str
     seconds: float
@@ -262,21 +264,21 @@ def next_commands(inputs: Inputs, best: Candidate) -> list[str]:
     return [run, simulate_, "holdfast plan calibrate REPORT.json   # after the first failures of your own"]
 
 
-def _words(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One line of a picture."""
+    """One curve of a picture."""
 
     name: str
     points: tuple[tuple[float, float], ...]
 
 
 def goodput_by_size(inputs: Inputs, spares: int, waits: bool) -> list[Curve]:
-    """Goodput of every strategy against the number of nodes."""
+    """Goodput of every strategy as a function of the number of nodes."""
     curves = []
     for strategy in STRATEGIES:
         points = []
@@ -288,7 +290,7 @@ def goodput_by_size(inputs: Inputs, spares: int, waits: bool) -> list[Curve]:
 
 
 def cost_by_spares(inputs: Inputs, most: int = 16) -> list[Curve]:
-    """What the run costs with 0 to `most` spares, in the price's currency, or in GPU-days where there is no price."""
+    """The cost of the run with 0 to `most` spares, in the price's currency, or in GPU-days if no price is given."""
     # At this price a GPU-day costs 1, so that the formula for the cost gives GPU-days.
     priced = inputs if inputs.price else msgspec.structs.replace(inputs, price=1 / 24)
     return [
@@ -302,10 +304,12 @@ def cost_by_spares(inputs: Inputs, most: int = 16) -> list[Curve]:
 
 
 def goodput_by_interval(inputs: Inputs, recovery_s: float) -> list[Curve]:
-    """Goodput against the interval between saves, to storage and to memory; each followed by the point of Daly's interval."""
+    """Goodput as a function of the interval between saves, to storage and to memory; each curve is followed by the
+    point of Daly's interval."""
     curves = []
     for name, cost_s in ((STORAGE, inputs.cost_s), (TIERED, inputs.memory_cost_s)):
-        # A save that costs nothing is best made all the time: an interval of 0, which a logarithmic axis cannot show.
+        # A save without cost is best made all the time: an interval of 0, which a logarithmic axis cannot
+        # show.
         best_s = max(1e-3, formulas.daly_interval_s(cost_s, inputs.mtbf_s))
         spread = [best_s * 10 ** (3 * i / POINTS - 1.5) for i in range(POINTS + 1)]
         goodput = [formulas.goodput(inputs.mtbf_s, s, cost_s, recovery_s) for s in spread]

@@ -1,6 +1,6 @@
-"""What a placement costs: the share of a job's collective bytes that leaves a zone, a block, a rack.
+"""Computes the cost of a placement: the share of a job's collective bytes that leaves a zone, a block, a rack.
 
-Collectives are taken as rings, in which every hop carries the same bytes: of a ring all-reduce of S bytes over n workers
+Collectives are modelled as rings, in which every hop carries the same bytes: of a ring all-reduce of S bytes over n workers
 each hop carries 2 (n - 1) / n * S. So the share of the bytes that crosses a border is the share of the hops that do.
 """
 
@@ -11,29 +11,29 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 Path = tuple[str, ...]
-"""Where a worker stands, from the outermost name to its node."""
+"""The place of a worker, from the outermost name to its node."""
 
 
 class Crossing(msgspec.Struct, frozen=True, kw_only=True):
-    """One level of the topology. Shares are of the bytes of all such collectives."""
+    """One level of the topology. Shares are of the bytes of all collectives of a kind."""
 
     level: int
-    """From 1, the outermost, on."""
+    """Number of the level; 1 is the outermost."""
     places: int
-    """How many the job stands in; nodes whose place is not known count as one each."""
+    """Number of places in which the job has nodes; nodes whose place is not known count as one each."""
     gradients: float
-    """Of the sums over replicas, the share that leaves a place of this level."""
+    """For the sums over replicas, the share of bytes that leaves a place of this level."""
     gradients_unplaced: float
-    """The same for ranks in the order of the hosts' names."""
+    """The same with ranks in the order of the hosts' names."""
     shards: float | None
-    """Of the collectives within replicas; None: a replica is one worker."""
+    """The same for the collectives within replicas; None: a replica is one worker."""
     shards_unplaced: float | None
     copies: float
-    """Of the snapshots' copies, how many are in another place of this level."""
+    """The share of the snapshots' copies that are in another place of this level than their original."""
 
 
 def crossing_share(rings: Iterable[Sequence[Path]], level: int) -> float:
-    """The share of the hops between neighbours in rings that leave a place of this level; 0 where there is no hop."""
+    """The share of the hops between neighbours in rings that leave a place of this level; 0 if there are no hops."""
     hops = crossed = 0
     for ring in rings:
         if len(ring) < 2:

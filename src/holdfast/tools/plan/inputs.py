@@ -1,4 +1,4 @@
-"""Reads and checks what `holdfast plan run` is given: flags, a YAML file, a preset and a report."""
+"""Reads and checks the input of `holdfast plan run`: flags, a YAML file, a preset and a report."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from holdfast.tools.plan.options import FIELDS
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """What a failure takes, in seconds."""
+    """The durations of a recovery, in seconds."""
 
     detect_s: float
     """Until the failure is detected."""
     replace_s: float
-    """Until a new node is there."""
+    """Until a new node is available."""
     spare_s: float
     """Until a spare has taken the failed node's place."""
     resume_s: float
     """To restart all workers with the state from storage."""
     memory_s: float | None
-    """To restart all workers with the state from memory. None: as `resume_s`, less what the sizes and speeds say."""
+    """To restart all workers with the state from memory. None: as `resume_s`, less a time computed from sizes and
+    speeds."""
     peer_s: float
-    """Until the survivors continue, where a newcomer gets the state from a peer."""
+    """Until the survivors continue, if a new worker gets the state from a peer."""
     source: str
-    """Where these times come from, for people."""
+    """The source of these times, for people."""
 
 
 PRESETS: dict[str, Times] = {
@@ -71,37 +72,37 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     """One question to the planner."""
 
     nodes: int
-    """Nodes that train, spares not counted."""
+    """Nodes that train, without spares."""
     gpus_per_node: int
-    """GPUs of each node."""
+    """GPUs per node."""
     work_s: float
-    """How long the run takes if nothing fails."""
+    """Duration of the run without failures."""
     gpu_hours: float
     """The same work in GPU-hours."""
     rates: dict[str, float]
     """Failures per node-hour that stop the job, by class."""
     times: Times
-    """What one failure takes."""
+    """The durations of a recovery."""
     cost_s: float
     """How long a checkpoint to storage stalls training."""
     memory_cost_s: float
     """How long a snapshot to memory stalls training."""
     step_s: float
-    """The time of one step: with peers, all that a failure loses."""
+    """Duration of one step: with peers, the most that a failure loses."""
     checkpoint_bytes: float
     """The size of one checkpoint of the whole job."""
     storage_bytes_per_s: float
-    """What each node reads from storage in a second."""
+    """Bytes per second that each node reads from storage."""
     network_bytes_per_s: float
-    """What each node reads from its peers in a second."""
+    """Bytes per second that each node reads from its peers."""
     price: float
-    """Of a GPU-hour, in any currency; 0: none was given."""
+    """Price of a GPU-hour, in any currency; 0: none was given."""
     spares: int
     """The most spares to consider."""
     repair_s: float
-    """Until a spare that was used is replenished."""
+    """Until a used spare is replenished."""
     preset: str
-    """The name of the preset that `times` began with."""
+    """The name of the preset from which `times` started."""
 
     @property
     def rate(self) -> float:
@@ -120,19 +121,19 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(given: Mapping[str, Any], report: JobReport | None = None, as_flags: bool = False) -> Inputs:
-    """Checks what was given.
+    """Checks the given fields.
 
     Args:
         given: fields by name, from flags and from YAML.
         report: a job's report, for the preset `holdfast`.
-        as_flags: there is no file, so examples of what is missing are options.
+        as_flags: there is no file, so messages about missing fields show options as examples.
 
     Raises:
-        UsageError: names the field and an example.
+        UsageError: the message names the field and an example.
     """
     for name in given:
-        # Refused with the nearest name: a misspelt field that was ignored would give a plan for another
-        # cluster, with nothing to show for it.
+        # Refused with the nearest name: if a misspelt field were ignored, the plan would be for another
+        # cluster, without any notice.
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, 1)
             hint = f": did you mean {near[0]!r}?" if near else f"; the fields are {', '.join(FIELDS)}"
@@ -165,7 +166,7 @@ def read(given: Mapping[str, Any], report: JobReport | None = None, as_flags: bo
         network_bytes_per_s=quantities.nbytes("network_speed", value("network_speed")),
         price=quantities.amount("price", value("price"), "2.5", zero=True),
         spares=quantities.count("spares", value("spares"), least=0, example="4"),
-        # A used spare is replenished by a new node, unless a repair of the failed one is faster or slower than that.
+        # A used spare is replenished by a new node, unless a time for the repair of the failed one is given.
         repair_s=quantities.time_s("repair", given.get("repair", times.replace_s), zero=True),
         preset=preset,
     )
@@ -177,7 +178,8 @@ def from_report(report: JobReport) -> Times:
     Raises:
         UsageError: it had no incident after which training continued.
     """
-    # An incident that training did not survive has no stall: its times would be those of the person who restarted the job.
+    # An incident that training did not survive has no stall: its times would depend on the person who
+    # restarted the job.
     incidents = [i for i in report.incidents if i.stall_s is not None]
     if not incidents:
         raise UsageError(
@@ -222,11 +224,11 @@ def _gpu_hours(given: Mapping[str, Any], as_flags: bool) -> float:
             )
         return quantities.amount("gpu_hours", given["gpu_hours"], "10M")
     if "tokens" not in given:
-        hours, words, pace = (
+        by_hours, by_tokens, pace = (
             quantities.as_given(name, value, as_flags)
             for name, value in (("gpu_hours", "10M"), ("tokens", "15T"), ("tokens_per_gpu_s", "400"))
         )
-        raise UsageError(f"the amount of work is missing; specify {hours}, or {words} and {pace}")
+        raise UsageError(f"the amount of work is missing; specify {by_hours}, or {by_tokens} and {pace}")
     tokens = quantities.amount("tokens", given["tokens"], "15T")
     speed = quantities.amount("tokens_per_gpu_s", _needed(given, "tokens_per_gpu_s", as_flags), "400")
     return tokens / speed / formulas.HOUR_S
@@ -237,8 +239,8 @@ def _rates(given: Mapping[str, Any], nodes: int, as_flags: bool) -> dict[str, fl
         raise UsageError("rate and mtbf cannot be combined; use one of them, for example rate: 0.016%")
     if "mtbf" in given:
         hours = quantities.time_s("mtbf", given["mtbf"]) / formulas.HOUR_S
-        # An MTBF is of the whole job, a rate of one node. So the same job on more nodes fails more often in
-        # what is computed from here on.
+        # An MTBF is that of the whole job, a rate that of one node. So from here on, the same job on more
+        # nodes fails more often.
         return {"all": 1 / (hours * nodes)}
     rates = _needed(given, "rate", as_flags)
     if not isinstance(rates, Mapping):

@@ -1,7 +1,7 @@
-"""The memory that training a model takes, of a device and of a node: sums, not measurements.
+"""The memory that training a model takes on a device and on a node: computed, not measured.
 
-What is counted: parameters in fp32 with their gradients and Adam's two moments, dealt to the workers of a replica; what is
-frozen, in bf16; what a pass needs beside that, with activations that are computed again; and what snapshots take of hosts.
+Counted are parameters in fp32 with their gradients and Adam's two moments, sharded over the workers of a replica; frozen
+parameters in bf16; the additional memory of a pass, with recomputed activations; and the snapshots in the memory of hosts.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import msgspec
 
 TRAINED_BYTES = 16
-"""Of a trained parameter: itself, its gradient and two moments, fp32 each."""
+"""Bytes of a trained parameter on a device: itself, its gradient and two moments, fp32 each."""
 SNAPSHOT_BYTES = 12
-"""Of a trained parameter in a snapshot, which has no gradient."""
+"""Bytes of a trained parameter in a snapshot, which has no gradient."""
 FROZEN_BYTES = 2
-"""Of a parameter that is not trained, in bf16. It is in no snapshot."""
+"""Bytes of a frozen parameter, in bf16. Snapshots do not contain it."""
 COMPUTE_BYTES = 6
-"""Of a parameter that is gathered to compute: bf16, and its gradient in fp32 until it is dealt."""
+"""Bytes of a parameter that is gathered for computing: bf16, and its gradient in fp32 until that is scattered."""
 LOGIT_BYTES = 16
-"""Of a logit: bf16 and fp32, and the same again for its gradient, with what the softmax keeps in fp32."""
+"""Bytes of a logit: bf16 and fp32, and the same again for its gradient, with what the softmax keeps in fp32."""
 BLOCK_BYTES = 34
-"""Of a channel of a token in the block that is computed again, in bf16: Korthikanti et al., "Reducing activation recomputation"
+"""Bytes per channel and token of the recomputed block, in bf16: Korthikanti et al., "Reducing activation recomputation"
 (2022), section 4.1, without the terms of attention that flash attention does not keep."""
 HELD_SNAPSHOTS = 3
-"""The newest complete one, the one before it and the one being written."""
+"""Snapshots in memory: the newest complete one, the one before it and the one being written."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,37 +30,37 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     parameters: float
     trained: float
-    """Of these; the rest is frozen."""
+    """The parameters among these that are trained; the rest is frozen."""
     layers: int
     hidden: int
     vocabulary: int
     seq_len: int
     micro_batch: int
-    """Samples of a pass."""
+    """Number of samples in a pass."""
     block: float | None = None
     """Parameters of a block that one worker gathers; None: all of a block. With expert parallelism, those without the
     experts of other workers."""
 
 
 class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one degree of sharding, all in bytes."""
+    """The memory for one degree of sharding, all in bytes."""
 
     shard: int
     state: float
-    """Of a device: parameters, gradients, moments, and what is frozen."""
+    """On a device: parameters, gradients, moments, and frozen parameters."""
     compute: float
-    """Of a device: what is gathered, activations, logits; it does not depend on the degree."""
+    """On a device: gathered parameters, activations, logits; independent of the degree."""
     snapshot: float
-    """Of a node: one snapshot. Up to three are held."""
+    """On a node: one snapshot. Up to three are held."""
 
     @property
     def device(self) -> float:
-        """Of a device, all."""
+        """The total on a device."""
         return self.state + self.compute
 
 
 def memory(sizes: Sizes, shard: int, workers_per_node: int) -> MemoryNeed:
-    """For replicas of so many workers, of which so many are on a node."""
+    """The memory for replicas of `shard` workers, with `workers_per_node` workers on a node."""
     frozen = sizes.parameters - sizes.trained
     return MemoryNeed(
         shard=shard,
@@ -71,15 +71,15 @@ def memory(sizes: Sizes, shard: int, workers_per_node: int) -> MemoryNeed:
 
 
 def compute_bytes(sizes: Sizes) -> float:
-    """Of a device while it computes: embedding and head with two blocks (one ahead), the inputs of all blocks, one block's
-    activations, and the logits."""
-    # Both are counted, also where a model ties them: the sum is then a little too high, on the safe side.
+    """Memory of a device while it computes: embedding and head with two blocks (one ahead), the inputs of all blocks,
+    one block's activations, and the logits."""
+    # Both are counted, even if a model ties them: the sum is then a little too high, which is the safe side.
     ends = 2.0 * sizes.vocabulary * sizes.hidden
     # Never below zero: sizes that do not fit together must not lower the sum.
     block = sizes.block if sizes.block is not None else max(0.0, sizes.parameters - ends) / sizes.layers
     tokens = sizes.seq_len * sizes.micro_batch
     # The block ahead is gathered in bf16 and has no gradient yet, so it takes less than the one at work.
     gathered = COMPUTE_BYTES * (ends + block) + FROZEN_BYTES * block
-    # Of a block only its input is kept, in bf16: the backward pass computes the rest again.
+    # Only the input of a block is kept, in bf16: the backward pass recomputes the rest.
     inputs = 2.0 * tokens * sizes.hidden * sizes.layers
     return gathered + inputs + BLOCK_BYTES * tokens * sizes.hidden + LOGIT_BYTES * tokens * sizes.vocabulary

@@ -15,13 +15,13 @@ Text = str | None
 # The dataclasses below are only read field by field. Each method that `dataclass` would make for them delays every start
 # of the command line, so they have none but `__init__`.
 #
-# None in a field means that it was not given as a flag: the YAML file may still have it. So what holds by default stands in
+# None in a field means that it was not given as a flag: the YAML file may still have it. So a default is in
 # the option, where `--help` and `tools/plan/inputs.py` both read it, and never in the field.
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlannedWork:
-    """The cluster, and the work that it does."""
+    """The cluster and its work."""
 
     nodes: Annotated[
         Text,
@@ -211,7 +211,7 @@ class Saves:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlanOptions:
-    """What was given."""
+    """All options."""
 
     work: Annotated[PlannedWork, OptionGroup("Cluster and work")] = dataclasses.field(
         default_factory=PlannedWork

@@ -12,11 +12,12 @@ _SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "GiB
 _FORM = re.compile(r"\s*([-+]?[0-9][0-9_,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9]+)\s*([A-Za-z%]*)\s*")
 
 HIGHEST_RATE = 0.02
-"""Failures per node-hour: a node that fails every 50 hours. A higher rate is a percentage without its sign."""
+"""The highest rate, in failures per node-hour: a node that fails every 50 hours. A higher figure is probably a
+percentage without its sign."""
 
 
 def as_given(name: str, value: str, as_flags: bool) -> str:
-    """A field as a person gives it: `--nodes 256`, or in a file `nodes: 256`."""
+    """A field as a person writes it: `--nodes 256`, or in a file `nodes: 256`."""
     return f"--{name.replace('_', '-')} {value}" if as_flags else f"{name}: {value}"
 
 
@@ -72,7 +73,8 @@ def amount(field: str, given: float | str, example: str, zero: bool = False) -> 
 
 
 def _parts(field: str, given: float | str, example: str) -> tuple[float, str]:
-    # YAML reads `yes` and `on` as True, and a bool is an int to Python: without this, `nodes: yes` would be one node.
+    # YAML reads `yes` and `on` as True, and to Python a bool is an int: without this, `nodes: yes` would be
+    # one node.
     if isinstance(given, bool) or not isinstance(given, (int, float, str)):
         raise UsageError(f"{field} must be a number (got {given!r}), for example {example}")
     if not isinstance(given, str):

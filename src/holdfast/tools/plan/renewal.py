@@ -1,6 +1,7 @@
-"""The run as a renewal process, in thousands of trials at once: the spread of the expected figures.
+"""Simulates the run as a renewal process, in thousands of trials at once, for the spread of the expected figures.
 
-The same model as `holdfast.formulas`, so that their means agree, and three things that have no closed form: recovery times
+The model is that of `holdfast.formulas`, so that their means agree, with three features that have no closed form:
+recovery times
 of several kinds, ageing or ever healthier hardware (Weibull), and percentiles. All trials go from failure to failure
 together, so a trial costs as much as it has failures. numpy is imported when it is needed.
 """
@@ -28,7 +29,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as a renewal process."""
 
     work_s: float
-    """How long it takes if nothing fails."""
+    """Duration of the run without failures."""
     mtbf_s: float
     """Mean time between failures of the job."""
     interval_s: float
@@ -38,28 +39,28 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[tuple[float, float], ...]
     """The kinds of recovery: the probability of each, and its seconds. The probabilities add up to 1."""
     shape: float = 1.0
-    """Of the Weibull times between failures. 1: exponential; below 1: failures come in bursts."""
+    """Shape of the Weibull distribution of times between failures. 1: exponential; below 1: failures come in bursts."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Wall time over all trials."""
+    """The distribution of wall time over all trials."""
 
     trials: int
-    """How many there were."""
+    """Number of trials."""
     mean_s: float
     """Mean wall time."""
     percentiles_s: tuple[float, ...]
-    """Wall time at `PERCENTILES`."""
+    """Wall times at `PERCENTILES`."""
     goodput: float
-    """Of the mean wall time."""
+    """Goodput of the mean wall time."""
     error: float
     """Standard error of that goodput."""
     failures: float
-    """Mean number of failures of a trial."""
+    """Mean number of failures per trial."""
 
 
 def available() -> bool:
-    """Whether numpy is there."""
+    """Whether numpy is installed."""
     from importlib.util import find_spec
 
     return find_spec("numpy") is not None
@@ -115,7 +116,8 @@ def _run(np: Any, p: Process, trials: int, rng: Any) -> tuple[NDArray[Any], NDAr
         if not len(failed):
             return wall, failures
         trained = np.floor(np.maximum(0.0, gap - wait)[~done] / segment_s)
-        # At least one segment is left, however the division above was rounded: a trial that failed has not finished.
+        # At least one segment is left, however the division above was rounded: a trial that had a failure has
+        # not finished.
         todo[failed] -= np.minimum(trained, todo[failed] - 1)
         failures[failed] += 1
         ready[failed] = _recoveries(rng, len(failed), p.recoveries)

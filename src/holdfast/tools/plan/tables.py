@@ -1,7 +1,7 @@
-"""Published tables, computed again and compared cell by cell.
+"""Published tables, recomputed and compared cell by cell.
 
-Where a published cell does not follow from the formula that its own neighbours follow, the formula is not bent: the
-cell is shown with both values.
+If a published cell does not follow from the formula that its neighbours follow, the formula is not adapted: the cell is
+shown with both values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     column: str
     """The heading of its column."""
     published: float
-    """What the table says."""
+    """The published value."""
     computed: float
-    """What the formula gives, rounded as the table rounds."""
+    """The value of the formula, rounded as in the table."""
     exact: float
     """The same before rounding."""
     note: str = ""
-    """What is odd about the published figure."""
+    """A remark if the published figure is irregular."""
 
     @property
     def equal(self) -> bool:
@@ -140,15 +140,15 @@ def _days(table: Mapping[str, Any]) -> Iterator[Cell]:
     }
     name, row = "5: days", "10 million GPU-hours"
     for who, exact in lost.items():
-        words = who.replace("_", "-")
-        # This table cuts where the others round. Both are shown, with a note where it matters, instead of a
-        # rule that fits every cell by design.
+        label = who.replace("_", "-")
+        # This table truncates where the others round. Both values are shown, with a note where it matters,
+        # instead of a rule that fits every cell by design.
         cut = math.floor(exact)
         note = CUT if cut != round(exact) else ""
         yield Cell(
             table=name,
             row=row,
-            column=f"lost, {words}",
+            column=f"lost, {label}",
             published=table[f"days_lost_{who}"],
             computed=cut,
             exact=exact,
@@ -157,7 +157,7 @@ def _days(table: Mapping[str, Any]) -> Iterator[Cell]:
         yield Cell(
             table=name,
             row=row,
-            column=f"in all, {words}",
+            column=f"in all, {label}",
             published=table[f"days_{who}"],
             computed=round(days + exact),
             exact=days + exact,

@@ -1,4 +1,4 @@
-"""The planner's simulator: the coordinator's own core decides, on a virtual clock, over a cluster that is only drawn.
+"""The planner's simulator: the coordinator's own core decides, on a virtual clock, over a simulated cluster.
 
-It drives the core as the service does. What costs what in closed form is in `plan`, which knows no core.
+It calls the core in the same way as the service does. Costs in closed form are in `plan`, which does not use the core.
 """

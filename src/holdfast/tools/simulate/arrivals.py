@@ -1,4 +1,5 @@
-"""When what fails: drawn for every machine from numbers of its own, so that a trial is the same however it is run."""
+"""Draws the times and kinds of failures: for every machine from random numbers of its own, so that a trial is the same
+however it is run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class FailureStream:
         self._factor = factor
 
     def next(self, after_s: float) -> tuple[float, FailureClass | None]:
-        """The next failure of a thing that works at a time: when, and of which class."""
+        """The next failure of a machine or group that works at `after_s`: its time, and its class."""
         first, which = math.inf, None
         # One draw per class and the earliest wins. Each draw happens whether or not it wins, so the stream
         # stays the same for every history.
@@ -39,7 +40,8 @@ class FailureStream:
         return after_s + first, which
 
     def burst(self, kind: FailureClass) -> list[float]:
-        """How long after a failure others of the rack follow: none, mostly, or some; `kind.burst` on average."""
+        """The delays after which other machines of the rack follow a failure: mostly none, sometimes several;
+        `kind.burst` on average."""
         if not kind.burst:
             return []
         # Geometric with mean `burst`: most failures come alone, a few take several others along.
@@ -50,7 +52,7 @@ class FailureStream:
         return delays
 
     def pick(self, number: int) -> int:
-        """One of so many."""
+        """Picks one of `number`."""
         return self._rng.randrange(number)
 
 
@@ -66,7 +68,7 @@ class Arrivals:
         self.lemons = 0
 
     def machine(self, number: int) -> FailureStream:
-        """The failures of one machine alone."""
+        """The failures that strike one machine alone."""
         factor = 1.0
         if self.scenario.lemons:
             # From a generator of its own, so whether a machine is a lemon does not depend on how many were
@@ -78,7 +80,8 @@ class Arrivals:
         return FailureStream(self._seed * 1_000_003 + 2 * number, self._single, factor)
 
     def groups(self) -> Iterator[tuple[FailureClass, range, FailureStream]]:
-        """What strikes many machines at once: the class, the numbers of the places it strikes, and when."""
+        """The failures that strike many machines at once: the class, the numbers of the places, and the stream of
+        times."""
         total = self.scenario.nodes + self.scenario.spares
         for i, kind in enumerate(self._group_classes):
             size = total if kind.scope == "job" else min(kind.size, total)

@@ -1,11 +1,11 @@
-"""A trial: the real core, and around it as much of a cluster as the core can tell from a whole one.
+"""A trial: the real core, and around it a cluster that is simulated in just the detail that the core can see.
 
-Agents and workers answer the core's messages as the real ones do, after the times that the scenario gives. Three things
-are shortened, none of which the core can see. Steps are skipped over: progress is told when something happens. Heartbeats
-stand for themselves: a node that lives was seen just now. One worker stands for a node, since what takes a node takes all
-its workers, and a worker that fails holds up its node's others. And one node of the core's stands for all those to which
-nothing happens for a while, since they would say the same at the same moments: to the core a node is a name, and which
-machine is behind a member's name is settled shortly before something happens to it (`names.bind`).
+Agents and workers answer the core's messages as the real ones do, after the times that the scenario gives. Four things are
+simplified, none of which the core can see. Steps are not simulated one by one: progress is reported when something happens.
+There are no heartbeats: a node that lives counts as seen just now. One worker represents a node, because the loss of a node
+takes all its workers, and a worker that fails holds up the others of its node. And one node of the core represents all those
+to which nothing happens for a while, because they would send the same messages at the same moments: to the core a node is a
+name, and which machine has a member's name is decided shortly before something happens to it (`names.bind`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.tools.simulate.steps import Steps
 from holdfast.tools.simulate.trace import NodeTrace
 
 AHEAD = 6
-"""So many failures, about, are looked ahead when machines get names."""
+"""About how many failures are looked ahead when machines get names."""
 
 TIER = "durable"
 
@@ -47,7 +47,7 @@ class Cluster:
     """One trial."""
 
     job = "simulated"
-    """Its name in the specification that the core is given."""
+    """The job's name in the specification that the core gets."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Cluster:
         trace: NodeTrace | None = None,
         note: Callable[[float, LedgerEvent], None] | None = None,
     ) -> None:
-        """names: so many nodes beside the spares and the one that stands for the rest; 0: every machine is one.
-        one_by_one: the core hears every message by itself. trace: which nodes there are when, instead of the scenario's
-        failures. note: is told every entry of the ledger."""
+        """names: number of nodes with names, besides the spares and the node that represents the rest; 0: every machine
+        has one. one_by_one: the core gets every message separately. trace: a record of the nodes' presence, in place of
+        the scenario's failures. note: called with every entry of the ledger."""
         self.scenario = scenario
         self.seed = seed
-        # A stream of its own for what the cluster draws. Failures are drawn elsewhere, per machine, so a
-        # change in how the cluster is run moves no failure.
+        # A random stream of its own for what the cluster draws. Failures are drawn elsewhere, per machine, so
+        # a change in how the cluster is run changes no failure.
         self.rng = random.Random(seed * 15_485_863 + 11)
         self.now = BEGIN_S
         self.machines: dict[str, SimulatedMachine] = {}
@@ -80,7 +80,7 @@ class Cluster:
         self.counted_s = BEGIN_S
         self.incidents = 0
         self.trace = trace
-        # With a trace every node is somebody, and none can stand for another.
+        # With a trace every node is different, and none can represent another.
         self.names = names if 0 < names < scenario.nodes and trace is None else 0
         # About AHEAD failures fit into one window. Shorter windows would bind names all the time, longer ones
         # would need more names than there are.
@@ -109,15 +109,15 @@ class Cluster:
     # ------------------------------------------------------------ the beginning
 
     def place(self) -> None:
-        """Machines in all places, the last ones as spares, with their first failures."""
+        """Creates the machines of all places, the last ones as spares, with their first failures."""
         s = self.scenario
         if self.trace is not None:
             self.place_traced(self.trace)
             return
         for number in range(s.nodes + s.spares):
             machine = SimulatedMachine(number, number, self.arrivals.machine(number))
-            # Drawn for every machine at once, also for those without a name, from the machine's own source.
-            # Which machines have names then changes nothing about when they fail.
+            # Drawn for every machine at once, including those without a name, from the machine's own source.
+            # So it does not affect the failures which machines have names.
             strikes.expect(self, machine, *self.next(machine))
             if self.names and number < s.nodes:
                 machine.name = ""
@@ -130,7 +130,7 @@ class Cluster:
             strikes.expect_group(self, index)
         if self.names:
             soon = names.soon(self, self.now + 1.5 * self.window_s)
-            # Found out before the trial begins. It is run again with twice as many names, and with the same
+            # Detected before the trial begins. It is run again with twice as many names, and with the same
             # failures.
             if len(soon) > self.names:
                 raise FewNames
@@ -141,13 +141,13 @@ class Cluster:
                 self.machines[machine.name] = machine
                 self.rest.remove(machine)
             # First in the dict, and its name sorts first, so the core makes it a member and never a spare: a
-            # spare that stands for 2,000 machines would distort everything.
+            # spare that represents 2,000 machines would distort everything.
             self.machines = {REST: SimulatedMachine(-1, -1, None, weight=len(self.rest)), **self.machines}
             self.at(self.now + self.window_s, names.bind, self, self.now + 1.5 * self.window_s)
         self.folded = max(0, len(self.rest) - 1)
 
     def place_traced(self, trace: NodeTrace) -> None:
-        """Nodes come and go as recorded, and at its end the record is all that is known."""
+        """Nodes come and go as recorded; the trial ends with the record."""
         numbers: dict[str, int] = {}
         for change in trace.changes:
             number = numbers.setdefault(change.node, len(numbers))
@@ -158,7 +158,7 @@ class Cluster:
                 self.at(BEGIN_S + change.t_s, self.traced, machine, change.up)
             else:
                 machine.up = True
-        # The record ends and the work may not: what came of it until then is all that can be said.
+        # The record may end before the work: the result is then what was done until its end.
         self.at(BEGIN_S + trace.ends_s, self.out_of_trace)
         self.folded = 0
 
@@ -180,7 +180,7 @@ class Cluster:
         return machine.source.next(self.now) if machine.source is not None else (math.inf, None)
 
     def new_core(self) -> Core:
-        """A job begins: for the first time, or again after it gave up."""
+        """Starts a job: for the first time, or again after it gave up."""
         s = self.scenario
         nodes = s.nodes - self.folded
         spec = JobSpec(
@@ -203,10 +203,10 @@ class Cluster:
         return Core(spec, CoreState(spec=spec, membership=MembershipState(level=2)))
 
     def run(self) -> None:
-        """Lets time pass until the work is done.
+        """Advances the virtual time until the work is done.
 
         Raises:
-            FewNames: another try with more of them is needed.
+            FewNames: the trial needs more names.
         """
         self.join([x for x in self.machines.values() if x.up or self.trace is None])
         # The whole simulation. There is no other loop and no other clock.
@@ -214,7 +214,7 @@ class Cluster:
             self.happen()
 
     def happen(self) -> None:
-        """What is next happens, and the core decides."""
+        """Processes the next event, to which the core reacts."""
         at_s, _, call, args = heapq.heappop(self.heap)
         self.now = at_s
         call(*args)
@@ -223,28 +223,29 @@ class Cluster:
         """Calls `call(*args)` at a time."""
         if time_s < math.inf:
             self.order += 1
-            # Never into the past: what is due already happens now, after what was planned for now before it.
+            # Never in the past: an event that is due already happens now, after those planned for now before
+            # it.
             heapq.heappush(self.heap, (max(time_s, self.now), self.order, call, args))
 
     # ------------------------------------------------------------ in and out of the core
 
     def tell(self, events: list[e.Event], starting: bool = False) -> None:
-        """The core hears what came at this moment, and what it decides is done. starting: the order in which it would
-        hear of each would decide who is a spare, so it hears of all at once."""
+        """Passes the events of this moment to the core, and carries out its decisions. starting: these
+        events are of nodes or workers that start; it has no effect."""
         core = self.core
-        # Steps are not reported one by one. Before the core hears of anything else it has to know how far
-        # training is, or it would settle on an older step.
+        # Steps are not reported one by one. Before the core gets any other event it has to know the progress
+        # of training, or it would resolve to an older step.
         if self.steps.untold and (sayer := self.sayer()):
             self.steps.untold = False
             progress = m.Progress(
                 generation=self.generation, committed=self.steps.committed, median_s=self.steps.step_s
             )
-            # The commit is as old as the halt. Without the age, the stall of an incident would begin when it
+            # The commit is as old as the halt. Without its age, the stall of an incident would begin when it
             # was reported.
             age_s = self.now - self.steps.halted_s if not self.steps.running else 0.0
             events = [self.word(sayer, progress, age_s), *events]
-        # Only for a test that shows that batches change no result.
-        if self.one_by_one and self.generation:  # who is ready first at the very start decides who is a spare
+        # Used only by a test that shows that batches do not change the result.
+        if self.one_by_one and self.generation:  # at the start, readiness decides on spares
             actions = [a for event in events for a in core.handle(event, self.now)]
         else:
             actions = core.handle_all(events, self.now)
@@ -252,11 +253,11 @@ class Cluster:
         for event in events:
             name = event.node if isinstance(event, e.NodeSays) else event.hello.node if isinstance(event, e.NodeJoined) else ""  # fmt: skip
             if (node := nodes.get(name)) is not None and node.alive and self.machines[name].up:
-                # A node that lives is heard of for ever: real heartbeats would be most of all events, and
+                # A node that lives never counts as silent: real heartbeats would be most of all events, and
                 # change nothing. `down` sets the time when it fails.
                 node.last_seen_s = math.inf
         self.do(actions)
-        # The decision may have ended this core's job and begun the next one's.
+        # The decision may have ended this core's job and begun the next one.
         if self.finished_s is None and self.core is core:
             self.wind()
 
@@ -268,7 +269,7 @@ class Cluster:
 
     def wind(self) -> None:
         due = self.core.next_deadline()
-        # One tick is planned, the earliest. A later deadline is found again when that one is handled.
+        # Only the earliest tick is planned. A later deadline is found again when that one is handled.
         if due is not None and due < self.tick_s:
             # As the service does, a little late rather than early.
             self.tick_s = max(due, self.now + 1e-3)
@@ -308,7 +309,7 @@ class Cluster:
                 if self.note is not None:
                     self.note(self.now - BEGIN_S, action.event)
             elif type(action) is ProvideNode:
-                # The rest is in `order_nodes`: a request that the core repeats is one that is still on its way.
+                # `order_nodes` does the rest: a request that the core repeats is still being served.
                 self.acknowledge(action)
             elif type(action) is ReleaseNode:
                 self.acknowledge(action)
@@ -323,7 +324,7 @@ class Cluster:
         # before they start again.
         if breaks:
             self.halt("stalled")
-            # There and back again: the order takes a hop, the report another.
+            # A round trip: the order takes a hop, the report another one.
             self.at(self.now + 2 * HOP_S, self.park, breaks, self.generation)
         if forms:
             self.formed(forms)
@@ -332,7 +333,7 @@ class Cluster:
         self.order_nodes()
 
     def acknowledge(self, order: EngineOrder) -> None:
-        """The engine has taken the order: it is not announced again."""
+        """The engine has accepted the order, so it is not announced again."""
         self.at(self.now + 2 * HOP_S, self.acknowledged, self.core, order.order_id)
 
     def acknowledged(self, core: Core, order_id: int) -> None:
@@ -343,7 +344,7 @@ class Cluster:
         match message:
             case m.StartWorker(worker=name):
                 # The name that the core gave: an order for a worker of an earlier life of this machine then
-                # matches nothing, as it does with a real agent.
+                # matches nothing, as with a real agent.
                 machine.worker, machine.ready = name, False
                 self.at(self.now + self.scenario.start_s, self.started, machine, name)
             case m.KillWorker(name):
@@ -355,7 +356,7 @@ class Cluster:
             case m.Shutdown() | m.Fence():
                 if (
                     self.core.state.membership.phase is not JobPhase.ENDED
-                ):  # else it is there for the job's next start
+                ):  # otherwise it stays for the job's next start
                     self.leave(machine)
             case m.StoreShard(tier, key, _):
                 if machine.up:
@@ -371,7 +372,7 @@ class Cluster:
                 if machine.up:
                     self.at(self.now + 30.0, self.say, machine, m.Repaired(request))
             case _:
-                pass  # copies of snapshots and what they make superfluous: memory is not modelled byte by byte
+                pass  # copies of snapshots, and their removal: memory is not modelled byte by byte
 
     def say(self, machine: SimulatedMachine, message: m.AgentMessage) -> None:
         if machine.up:
@@ -380,8 +381,8 @@ class Cluster:
     # ------------------------------------------------------------ nodes come and go
 
     def join(self, machines: Iterable[SimulatedMachine]) -> None:
-        # All that join at one moment are told together. The order within a moment is the simulator's, and
-        # must not decide who becomes a spare.
+        # Nodes that join at one moment are reported together. The order within a moment is the simulator's,
+        # and must not decide which of them become spares.
         hellos: list[e.Event] = []
         for machine in machines:
             self.count(machine.weight)
@@ -402,11 +403,11 @@ class Cluster:
         self.tell(hellos, starting=True)
 
     def stands(self, machine: SimulatedMachine) -> NodePlace:
-        """Where the core is told that a machine stands. Nowhere in a trial: machines take turns in the names of its nodes."""
+        """The place of a machine that the core gets. Empty in a trial: machines take turns in the names of its nodes."""
         return ()
 
     def started(self, machine: SimulatedMachine, name: str) -> None:
-        """Those that were started together are ready together."""
+        """Workers that were started together are ready together."""
         events: list[e.Event] = []
         heap = self.heap
         # Everything that was planned for this moment is taken from the heap now: workers started together are
@@ -424,12 +425,13 @@ class Cluster:
             self.tell(events, starting=True)
 
     def order_nodes(self) -> None:
-        """The engine remembers what it was asked for: asked again for what is on its way, it does nothing."""
+        """Orders nodes that the core asked for. The engine remembers its orders: a repeated request for a node on its
+        way does nothing."""
         s = self.scenario
         if self.trace is not None:
             return
-        # Compared with what the core awaits, not with the requests it makes: it repeats one whose answer is
-        # late, and a real engine does not give two nodes for it either.
+        # Compared with the number of nodes that the core awaits, not with its requests: it repeats a request
+        # whose answer is late, and a real engine does not provide two nodes for it either.
         while self.under_way < self.core.state.membership.replacing:
             self.under_way += 1
             delay_s = s.replace_s * self.rng.uniform(0.8, 1.2)
@@ -446,7 +448,7 @@ class Cluster:
         total = self.scenario.nodes + self.scenario.spares
         number = total + self.nodes_new
         self.nodes_new += 1
-        # In the cloud a new machine stands where the lost one stood, so that racks keep their size.
+        # In the cloud a new machine takes the place of the lost one, so that racks keep their size.
         place = self.holes.popleft() if self.holes else number % total
         machine = SimulatedMachine(number, place, self.arrivals.machine(number))
         self.machines[machine.name] = machine
@@ -464,7 +466,7 @@ class Cluster:
         self.join([machine])
 
     def repaired(self, machine: SimulatedMachine) -> None:
-        """It waits to be asked for, or somebody waits for it."""
+        """A repaired machine serves an order that waits, or goes into the pool."""
         # An order waits for it already, so it does not rest in the pool first.
         if self.waiting_orders:
             self.waiting_orders -= 1
@@ -473,7 +475,7 @@ class Cluster:
             self.pool.append(machine)
 
     def leave(self, machine: SimulatedMachine) -> None:
-        """A machine without a fault leaves the job: it is there for another request."""
+        """A machine without a fault leaves the job: it is available for another request."""
         if machine.up:
             self.count(-machine.weight)
             machine.up, machine.worker = False, None
@@ -481,9 +483,8 @@ class Cluster:
                 self.repaired(machine)
 
     def count(self, more: int) -> None:
-        """Adds up how long how many nodes are there, for what they cost."""
-        # Called before every change of the number, so each stretch of time is counted with the number that it
-        # had.
+        """Adds up the node-hours, for the cost, and changes the number of nodes."""
+        # Called before every change of the number, so each period is counted with its own number.
         self.node_s += self.there * (self.now - self.counted_s)
         self.counted_s = self.now
         self.there += more
@@ -494,14 +495,14 @@ class Cluster:
             self.leave(machine)
 
     def down(self, machine: SimulatedMachine, repair_s: float | None) -> None:
-        """A machine fails, silently: the coordinator hears nothing of it from now on."""
+        """A machine fails silently: from now on the coordinator gets no message from it."""
         self.count(-machine.weight)
         machine.up, machine.ready = False, False
         node = self.core.state.membership.nodes.get(machine.name)
-        # From this moment it is silent. The core finds out after the detection time, like a real one.
+        # From this moment it is silent. The core detects this after the detection time, as a real one would.
         if node is not None and node.alive:
             node.last_seen_s = self.now
-            # Earlier than it was: until now it was never due.
+            # The deadline is earlier than before: until now it was infinite.
             self.core.watch.watch(Watched.SILENT, node.name)
         if self.trace is not None:
             return
@@ -514,13 +515,13 @@ class Cluster:
     # ------------------------------------------------------------ generations
 
     def park(self, machines: list[SimulatedMachine], generation: int) -> None:
-        # The answer to an order of a generation that has been replaced meanwhile. Every delayed call checks
-        # this, as every real message does.
+        # Ignores an order of a generation that has been replaced meanwhile. Every delayed call checks this,
+        # as every real message does.
         if generation != self.generation:
             return
         events: list[e.Event] = []
-        # All members hold the same step, for a vote has happened before each commit; those that were still
-        # fetching their state hold nothing.
+        # All members have the same step, because each commit requires a vote; those that were still fetching
+        # their state have nothing.
         holds = m.Parked(generation=generation, committed=self.steps.committed)
         nothing = m.Parked(generation=generation, committed=None)
         for machine in machines:
@@ -538,7 +539,7 @@ class Cluster:
         self.savers = [machine for machine, form in forms if form.saves]
         restoring = [(machine, form) for machine, form in forms if form.restore]
         self.restoring = frozenset(machine.name for machine, _ in restoring)
-        # Joining, and for whoever needs the state the way by which it comes: from disk, from memory or from a
+        # The time to join and, for members that need the state, to fetch it: from disk, from memory or from a
         # peer.
         took_s = s.join_s
         if restoring:
@@ -549,11 +550,10 @@ class Cluster:
         self.at(self.now + took_s, self.on_joined, self.generation, took_s - s.join_s if restoring else None)
 
     def on_joined(self, generation: int, restore_s: float | None) -> None:
-        """All are connected and have the state: the first step begins."""
+        """All members are connected and have the state: the first step begins."""
         if generation != self.generation or self.core.state.membership.phase is not JobPhase.RUNNING:
             return
-        # One of them failed while they joined. The core finds that out by itself, and forms another
-        # generation.
+        # One of them failed while they joined. The core detects that by itself, and forms another generation.
         if not all(x.up and x.worker and x.hung_s is None for x in self.members):
             return
         self.restoring = frozenset()
@@ -564,7 +564,7 @@ class Cluster:
         self.at(self.now + self.steps.step_s, self.first_commit, generation, self.steps.token)
 
     def start_steps(self) -> None:
-        """Steps follow each other from now on, as long as nothing happens."""
+        """From now on steps follow each other as long as nothing happens."""
         s = self.scenario
         weight = sum(x.weight for x in self.members)
         # With fewer workers a step takes longer in proportion; with whole micro-batches it grows in jumps, as
@@ -578,7 +578,7 @@ class Cluster:
         self.at(self.now + left * self.steps.step_s, self.all_done, self.steps.token)
 
     def first_commit(self, generation: int, token: int) -> None:
-        """Newcomers say how long a step takes; the coordinator hears that training goes on."""
+        """New members report how long a step takes, and the coordinator learns that training continues."""
         if generation != self.generation or not self.steps.running:
             return
         self.steps.committed = (
@@ -600,13 +600,13 @@ class Cluster:
         self.tell(events)
 
     def pace(self) -> None:
-        """A member became slow, or fast again: the steps from now on take another time. The one under way is cut."""
+        """A member became slow, or fast again: from now on steps have another duration. The step under way is cut off."""
         if self.steps.running and max((x.slow for x in self.members), default=1.0) != self.steps.slowness:
             self.steps.settle(self.now)
             self.start_steps()
 
     def halt(self, why: str) -> None:
-        """Nobody commits from now on."""
+        """No step is committed from now on."""
         if self.steps.running:
             self.steps.halt(self.now, why)
 
@@ -639,7 +639,7 @@ class Cluster:
     # ------------------------------------------------------------ saved state, and the end of a job
 
     def tell_saved(self) -> None:
-        """Before it matters, the coordinator hears of the newest checkpoint and the newest snapshot."""
+        """Reports the newest checkpoint and the newest snapshot before the coordinator needs them."""
         s, events = self.scenario, list[e.Event]()
         sayer = self.sayer()
         passed_s = self.now - BEGIN_S
@@ -648,8 +648,8 @@ class Cluster:
             step = self.steps.committed_at(BEGIN_S + begun_s) if begun_s > 0 else 0
             known = self.core.state.storage.durable
             if step and (known is None or known.step < step):
-                # Checkpoints between two incidents are of no consequence, so only the newest is told, and
-                # only when it may matter.
+                # Checkpoints between two incidents have no effect, so only the newest is reported, and only
+                # when it may matter.
                 events.append(self.word(sayer, m.Saved(step, TIER)))
         if s.memory_every_s:
             step = self.steps.committed_at(BEGIN_S + passed_s // s.memory_every_s * s.memory_every_s)
@@ -661,7 +661,7 @@ class Cluster:
             self.tell(events)
 
     def stopped(self, stops: list[tuple[SimulatedMachine, m.Stop]]) -> None:
-        """Workers save and leave, as they were told."""
+        """Workers save and leave, as ordered."""
         for machine, stop in stops:
             name = machine.worker
             if not machine.up or name is None:
@@ -678,7 +678,7 @@ class Cluster:
             strikes.end_worker(self, machine, name, 0)
 
     def ended(self, outcome: str) -> None:
-        """The job gave up: somebody starts it again after a while."""
+        """The job gave up: a person starts it again after a while."""
         state = self.core.state
         self.given_up.append(state.membership.stop_reason or outcome)
         self.incidents += incidents.total(state)

@@ -1,8 +1,8 @@
-"""A simulated cluster that runs on for somebody who watches it, and strikes it where he points.
+"""A simulated cluster that runs on for a viewer, who can inject faults into it.
 
-It is a trial in which every machine is a node of the core's, with a place in a rack and under a switch. What a trial skips
-because only the end counts, the core is told here as it goes: steps, snapshots and checkpoints. There is no clock in it:
-whoever drives it says until when.
+It is a trial in which every machine is a node of the core, with a place in a rack and under a switch. Steps, snapshots and
+checkpoints, which a trial skips because only its result counts, are reported to the core here as they happen. It has no
+clock: the caller passes the time up to which it runs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from holdfast.tools.simulate.machine import BEGIN_S, HOP_S, SimulatedMachine
 from holdfast.tools.simulate.scenario import FailureClass, Scenario
 
 RACK = 16
-"""Machines of a rack, unless the scenario has racks of another size."""
+"""Machines per rack, unless the scenario has racks of another size."""
 SWITCH = 8
 """Racks under one switch."""
 START_S = 3600.0
-"""A job that does not train by then is shown as it is."""
+"""A job that does not train by then, in seconds, is shown in its present state."""
 
 STATES = {
     "t": "training",
@@ -44,7 +44,7 @@ STATES = {
     "h": "held back",
     "l": "gone",
 }
-"""What the core knows of a node, by the letter of the map."""
+"""The states of a node as the core knows them, by the letter in the map."""
 
 NODE_STRIKES = {
     "kill-worker": "Kill the worker",
@@ -59,11 +59,11 @@ STRIKES = {
     "rack": {"power-off": "Power off the rack"},
     "switch": {"cut": "Cut the switch"},
 }
-"""What may be done to what, as a person reads it."""
+"""The faults for each kind of target, with descriptions for people."""
 
 _TARGET = re.compile(r"(?:(rack|switch|rank)-?|(n))([0-9]{1,7})")
 STALE = 4
-"""So many planned events for each machine, and the heap is searched for those that will find nothing to do."""
+"""With more planned events than this for each machine, those without an effect are removed from the heap."""
 
 
 class Committed(NamedTuple):
@@ -71,34 +71,34 @@ class Committed(NamedTuple):
 
     step: int
     t_s: float
-    """Since the first second of the virtual clock."""
+    """Seconds since the start of the virtual clock."""
     took_s: float
     generation: int
     world: int
 
 
 class LiveCluster(Cluster):
-    """A trial that is driven from outside: `begin`, then `advance` and `report` again and again, and `strike` between them."""
+    """A trial that is driven from outside: `begin`, then `advance` and `report` repeatedly, with `strike` in between."""
 
     def __init__(
         self, scenario: Scenario, seed: int, job: str, note: Callable[[float, LedgerEvent], None]
     ) -> None:
-        """job, note: the job's name, and who is told every entry of its ledger."""
+        """job, note: the job's name, and a function that is called with every entry of its ledger."""
         self.job = job
         sizes = [c.size for c in scenario.classes if c.scope == "rack"]
         self.rack_size = min(sizes, default=RACK)
         self.committed: list[Committed] = []
-        """Steps that were committed and are not in the ledger yet: whoever writes it takes them out."""
+        """Committed steps that are not in the ledger yet: the caller that writes them removes them."""
         self.saved_s = BEGIN_S
         self.restarts = 0
-        """How often a job that gave up was started again."""
-        self._told = 0
+        """Number of restarts of a job that gave up."""
+        self._reported = 0
         super().__init__(scenario, seed, note=note)
 
     # ------------------------------------------------------------ time
 
     def begin(self) -> None:
-        """All machines join, and time passes until the first step is committed."""
+        """All machines join, and time advances until the first step is committed."""
         self.join(list(self.machines.values()))
         while self.heap and self.heap[0][0] <= BEGIN_S + START_S and self.finished_s is None:
             self.happen()
@@ -107,7 +107,8 @@ class LiveCluster(Cluster):
         self.report()
 
     def advance(self, until_s: float, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Lets happen what is due until then. False: `enough` said so after one of the events, and the next is to come."""
+        """Processes the events that are due until then. False: `enough` returned true after an event, and there are
+        more."""
         while self.finished_s is None and self.heap and self.heap[0][0] <= until_s:
             self.happen()
             if enough():
@@ -117,19 +118,19 @@ class LiveCluster(Cluster):
         return True
 
     def next_s(self) -> float:
-        """When something is due: an event, or the end of the step that is under way. Infinite: nothing ever."""
+        """When something is due next: an event, or the end of the step under way. Infinite: nothing."""
         if self.finished_s is not None or not self.heap:
             return math.inf
         steps = self.steps
         return min(self.heap[0][0], steps.since_s + steps.step_s if steps.running else math.inf)
 
     def report(self) -> None:
-        """The core hears of the steps since the last time, and of what was saved meanwhile. Only when all that is due by
-        now has happened."""
+        """Reports to the core the steps since the last call, and the state that was saved meanwhile. Only to be called
+        when everything that is due by now has happened."""
         self.commit()
-        if not self.steps.running or self.steps.committed <= self._told:
+        if not self.steps.running or self.steps.committed <= self._reported:
             return
-        self._told = self.steps.committed
+        self._reported = self.steps.committed
         sayer = self.sayer()
         if sayer is None:
             return
@@ -144,7 +145,7 @@ class LiveCluster(Cluster):
         self._clear()
 
     def commit(self) -> None:
-        """Books the steps that are complete, and leaves the one that is under way."""
+        """Books the complete steps, and leaves the one that is under way."""
         steps = self.steps
         if not steps.running:
             return
@@ -162,11 +163,11 @@ class LiveCluster(Cluster):
             )
             for k in range(done)
         ]
-        # Exactly at the end of a step: in the middle of one the books would count what is done of it as lost.
+        # Exactly at the end of a step: in the middle of one, its completed part would be counted as lost.
         steps.settle(steps.since_s + done * steps.step_s, whole=True)
 
     def _clear(self) -> None:
-        """Forgets what can have no effect any more, so that memory does not grow with the time that passes."""
+        """Forgets events and machines without any further effect, so that memory does not grow with time."""
         if len(self.heap) > STALE * (len(self.machines) + 25):
             self.heap = [x for x in self.heap if not self._stale(x[2], x[3])]
             self.heap.sort()
@@ -183,7 +184,8 @@ class LiveCluster(Cluster):
             return bool(args[0] != self.steps.token)
         return False
 
-    # Wherever the books are closed in the middle of a step, or a step ends at this very moment, the ledger gets the steps first.
+    # If steps are settled in the middle of a step, or a step ends at this very moment, they must be in the
+    # ledger first.
 
     def halt(self, why: str) -> None:
         """See `Cluster.halt`."""
@@ -208,8 +210,8 @@ class LiveCluster(Cluster):
     def formed(self, forms: list[tuple[SimulatedMachine, m.JoinGeneration]]) -> None:
         """See `Cluster.formed`."""
         super().formed(forms)
-        # It may begin below what was told: those steps are told again.
-        self._told = self.steps.committed
+        # The generation may begin below the last reported step: those steps are then reported again.
+        self._reported = self.steps.committed
 
     def ended(self, outcome: str) -> None:
         """See `Cluster.ended`. A job that a person stopped is over."""
@@ -223,7 +225,7 @@ class LiveCluster(Cluster):
         self.restarts += 1
         self.saved_s = self.now
         super().resubmit(durable)
-        self._told = self.steps.committed
+        self._reported = self.steps.committed
 
     # ------------------------------------------------------------ places
 
@@ -255,13 +257,13 @@ class LiveCluster(Cluster):
         return {"rack": number, "switch": number // SWITCH, "nodes": rows}
 
     def _seen(self) -> list[Node | None]:
-        """For each place the core's node; None: it has none there."""
+        """For each place the node that the core knows there; None: there is none."""
         nodes = self.core.state.membership.nodes
         return [nodes.get(x.name) if x else None for x in self._latest()]
 
     def _latest(self) -> list[SimulatedMachine | None]:
         """For each place the machine that stands there, or stood there last."""
-        # Also one that was lost just now: the core believes that it is there until it has found out.
+        # Including one that was just lost: the core believes that it is there until it detects the loss.
         found: list[SimulatedMachine | None] = [None] * (self.scenario.nodes + self.scenario.spares)
         for machine in self.machines.values():
             before = found[machine.place]
@@ -297,12 +299,12 @@ class LiveCluster(Cluster):
     # ------------------------------------------------------------ what a person does to it
 
     def strike(self, target: str, kind: str, dry: bool = False) -> str:
-        """Does it now, and says what is struck. dry: only says it.
+        """Injects a fault now, and returns a description of its target. dry: only returns the description.
 
         target: `n00017`, `rank-3`, `rack-7` or `switch-2`. kind: one of `STRIKES` for such a thing.
 
         Raises:
-            UsageError: there is no such thing, it cannot be struck this way, or nothing is left of it to strike.
+            UsageError: there is no such target, it does not have this kind of fault, or nothing is left of it.
         """
         if self.core.state.membership.phase is JobPhase.ENDED:
             raise UsageError("the simulated job has ended, so nothing of it can be struck")
@@ -343,13 +345,14 @@ class LiveCluster(Cluster):
         if kind in ("kill-worker", "stop-worker") and machine.hung_s is not None:
             raise UsageError(f"the worker on {machine.name} hangs already")
         rank = self._rank(machine)
-        told = f"{NODE_STRIKES[kind]}: {machine.name}" + (f", rank {rank}" if rank is not None else "")
+        struck = f"{NODE_STRIKES[kind]}: {machine.name}" + (f", rank {rank}" if rank is not None else "")
         if dry:
-            return told
+            return struck
         worker = None if kind == "kill-node" or kind.startswith("xid") else machine.worker
         name, _, code = kind.partition("-") if kind.startswith("xid") else (kind, "", "")
         fault = f"{name}={code}:node={machine.name}" if code else f"{name}:node={machine.name}"
-        # As `holdfast fault` does: the incident that follows is known for an injected one, and from when on it counts.
+        # As `holdfast fault` does it: the incident that follows is then known to be injected, and its time is
+        # known.
         injected = e.Injected(
             fault=fault, kind=name, node=machine.name, worker=worker, step=self.steps.committed
         )
@@ -359,7 +362,7 @@ class LiveCluster(Cluster):
             self.at(self.now + HOP_S, self._log, machine, xid_line(int(code)))
         else:
             strikes.fail(self, machine, _CLASSES[kind])
-        return told
+        return struck
 
     def _strike_group(self, what: str, number: int, dry: bool) -> str:
         places = self._places(what, number)
@@ -384,7 +387,7 @@ class LiveCluster(Cluster):
         return generation.rank_of(machine.worker) if generation and machine.worker else None
 
     def _log(self, machine: SimulatedMachine, text: str) -> None:
-        """The kernel of a machine logs a line, and the agent judges it by the rules as real agents do."""
+        """The kernel of a machine logs a line, and the agent judges it by the rules, as real agents do."""
         found = RuleEngine(catalogue()).on_line(LogLine("kmsg", text), self.now)
         if found and machine.up:
             self.tell([e.NodeSays(machine.name, m.FindingsReported(tuple(found)))])

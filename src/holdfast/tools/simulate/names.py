@@ -1,4 +1,4 @@
-"""Names of the core's nodes, in which machines take turns: see `Cluster`."""
+"""Names of the core's nodes, which machines use in turn: see `Cluster`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from holdfast.tools.simulate.trial_view import TrialView
 
 def soon(cluster: TrialView, until_s: float) -> list[SimulatedMachine]:
     """Machines without a name to which something may happen until then."""
-    # A failure that may take others of its rack along needs names for the whole rack, since which of them it
-    # hits is drawn only then.
+    # A failure that may affect others of its rack needs names for the whole rack, because which of them it
+    # affects is drawn only then.
     places = {
         place
         for (kind, group, _), at_s in zip(cluster.groups, cluster.group_s, strict=True)
@@ -26,14 +26,15 @@ def soon(cluster: TrialView, until_s: float) -> list[SimulatedMachine]:
 def bind(cluster: TrialView, known_s: float) -> None:
     """Machines to which something happens soon take the names of members to which nothing does.
 
-    known_s: until when those that need a name have one.
+    known_s: until this time, all machines that need a name have one.
     """
     # Names are exchanged only while nothing happens: two machines are equal to the core only if both train.
     if not cluster.steps.running:
         if cluster.now < known_s:
             cluster.at(cluster.now + (known_s - cluster.now) / 2 + 1.0, bind, cluster, known_s)
             return
-        # Nobody has a name to spare in time. Wrong results would be the alternative, and the trial is cheap.
+        # No names could be exchanged in time. Continuing would give wrong results, and a trial is cheap to
+        # repeat.
         raise FewNames
     until_s = cluster.now + 1.5 * cluster.window_s
     wanted = soon(cluster, until_s)
@@ -45,7 +46,7 @@ def bind(cluster: TrialView, known_s: float) -> None:
         machine.name, machine.worker, machine.sessions = idle.name, idle.worker, idle.sessions
         machine.up = machine.ready = True
         node = nodes[idle.name]
-        # The core's count goes with the machine, not with the name.
+        # The core's count of failures moves with the machine, and does not stay with the name.
         idle.failures, node.failures = node.failures, machine.failures
         idle.name, idle.worker, idle.up = "", None, False
         cluster.machines[machine.name] = machine
@@ -56,7 +57,7 @@ def bind(cluster: TrialView, known_s: float) -> None:
 
 
 def plain(cluster: TrialView, machine: SimulatedMachine, until_s: float) -> bool:
-    """Nothing is the matter with it, nor will be."""
+    """Whether the machine is healthy and no failure of it is due until then."""
     if not machine.up or machine.worker is None or machine.hung_s is not None or machine.slow > 1.0:
         return False
     if machine.fails_s < until_s:

@@ -21,7 +21,7 @@ Text = str | None
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SimulatedWork:
-    """The cluster, and the work that it does."""
+    """The cluster and its work."""
 
     nodes: Annotated[
         Text, Option(names=("--nnodes", "--nodes"), metavar="N", help="Nodes that train.", example="2048")
@@ -69,7 +69,7 @@ class SimulatedWork:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Failures:
-    """What fails, how often, and what comes instead."""
+    """Failures, their rates, and the replacement of nodes."""
 
     rate: Annotated[
         Text, Option(metavar="RATE", help="Failures per node-hour, for example 0.0161%.", example="0.0161%")
@@ -121,7 +121,7 @@ class Failures:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RecoveryTimes:
-    """What recovery takes, and how often the state is saved."""
+    """Durations of recovery, and the intervals between saves."""
 
     detection: Annotated[
         Text,
@@ -199,7 +199,7 @@ class RecoveryTimes:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ScenarioOptions:
-    """What was given."""
+    """All options."""
 
     work: Annotated[SimulatedWork, OptionGroup("Cluster and work")] = dataclasses.field(
         default_factory=SimulatedWork
@@ -211,9 +211,9 @@ class ScenarioOptions:
 
 
 FAILURES = "failures"
-"""The one field that only a YAML file can have: a list of classes of failures, instead of `rate`."""
+"""The only field that exists in a YAML file but not as a flag: a list of classes of failures, in place of `rate`."""
 
 EXAMPLES = {field.name: field.option.example for field in declared(ScenarioOptions)} | {
     FAILURES: "[{name: gpu, scope: node, rate: 0.01%}, {name: switch, scope: rack, size: 32, rate: 0.0001%}]"
 }
-"""Every field and an example of it."""
+"""Every field with an example."""

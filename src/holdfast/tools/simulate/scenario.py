@@ -1,4 +1,4 @@
-"""What is simulated: the cluster, the work, what fails how often, and what everything takes. Times in seconds."""
+"""The input of a simulation: the cluster, its work, the failures and their rates, and all durations. Times in seconds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from holdfast.tools.plan import quantities
 from holdfast.tools.simulate.options import EXAMPLES, FAILURES
 
 SCOPES = ("worker", "node", "hang", "slow", "rack", "job")
-"""What a failure strikes: one process, one machine, one process that stands still, one machine that gets slow, a group of
-machines at once (a rack, a switch), all processes at once."""
+"""The scopes of a failure: one process ends, one machine is lost, one process hangs, one machine becomes slow, a group
+of machines is lost at once (a rack, a switch), all processes end at once."""
 
 
 class FailureClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,20 +24,22 @@ class FailureClass(msgspec.Struct, frozen=True, kw_only=True):
     scope: str
     """One of `SCOPES`."""
     rate: float
-    """Failures per node-hour. Of `rack` and `job` too: a rack of 16 nodes fails 16 times as often."""
+    """Failures per node-hour. This also holds for `rack` and `job`: a rack of 16 nodes fails 16 times as often as the
+    figure."""
     shape: float = 1.0
-    """Of the Weibull times between failures of one machine. 1: exponential; below 1: early failures and bursts."""
+    """Shape of the Weibull distribution of times between failures of one machine. 1: exponential; below 1: early
+    failures and bursts."""
     size: int = 16
-    """Machines of a rack or switch."""
+    """Number of machines in a rack or under a switch."""
     burst: float = 0.0
-    """How many others of its rack fail with a machine, on average, within `burst_s`."""
+    """How many other machines of its rack fail with a machine, on average, within `burst_s`."""
     burst_s: float = 60.0
     lasts_s: float = 3600.0
     """Until a slow machine is fast again, or a rack has power again."""
     factor: float = 1.5
     """Step time of a slow machine, as a multiple of the usual one."""
     found_s: float = 0.0
-    """After so long a slow machine is reported to the coordinator; 0: never."""
+    """A slow machine is reported to the coordinator after this long; 0: never."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +47,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: int
     work_s: float
-    """Training at full size without failures."""
+    """Duration of training at full size without failures."""
     classes: tuple[FailureClass, ...] = ()
     spares: int = 0
     min_nodes: int = 0
-    """The fewest to continue with; 0: as many as `nodes`, so the job never gets smaller."""
+    """The fewest nodes to continue with; 0: as many as `nodes`, so the job never gets smaller."""
     gpus_per_node: int = 8
     step_s: float = 10.0
     micro_batches: int = 0
@@ -61,24 +63,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 60.0
     """From the start of a process until it is ready."""
     join_s: float = 1.0
-    """Until a generation trains whose members all have the state."""
+    """Until a generation trains if all members have the state."""
     peer_s: float = 10.0
-    """The same, with a member that fetches the state from a peer."""
+    """The same if a member fetches the state from a peer."""
     memory_s: float = 30.0
-    """The same, with all members fetching it from snapshots in memory."""
+    """The same if all members fetch it from snapshots in memory."""
     load_s: float = 300.0
-    """The same, with all members fetching it from a durable tier."""
+    """The same if all members fetch it from a durable tier."""
     cloud: bool = True
-    """A failed machine is returned and a new one comes. False: it is repaired, in `repair_s`."""
+    """True: a failed machine is returned, and a new one comes. False: it is repaired, in `repair_s`."""
     replace_s: float = 900.0
-    """Until a requested machine joins, where there is one."""
+    """Until a requested machine joins, if one is available."""
     repair_s: float = 86400.0
     scarce: float = 0.0
-    """Share of the requests for which there is no machine."""
+    """Share of the requests for which no machine is available at once."""
     capacity_s: float = 3600.0
-    """How long there is none, on average."""
+    """How long none is available, on average."""
     resubmit_s: float = 600.0
-    """Until somebody starts a job again that gave up."""
+    """Until a person restarts a job that gave up."""
     memory_every_s: float = 60.0
     """Between snapshots; 0: none."""
     durable_every_s: float = 1800.0
@@ -94,12 +96,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least(self) -> int:
-        """The fewest nodes to go on with."""
+        """The fewest nodes to continue with."""
         return self.min_nodes or self.nodes
 
     @property
     def steps(self) -> int:
-        """Steps of the work."""
+        """Number of steps of the work."""
         return max(1, round(self.work_s / self.step_s))
 
 
@@ -108,8 +110,8 @@ LLAMA = (
     FailureClass(name="software", scope="worker", rate=0.0161e-2 * 0.24),
     FailureClass(name="hang", scope="hang", rate=0.0161e-2 * 0.10),
 )
-"""Failures as Llama 3.1's: 0.0161% per node-hour. Of its 419 unexpected interruptions 278 are of machines (GPU, memory,
-network, host), about a quarter of software and maintenance; the share of hangs is an assumption."""
+"""Failures as in Llama 3.1: 0.0161% per node-hour. Of its 419 unexpected interruptions 278 are of machines (GPU,
+memory, network, host), about a quarter of software and maintenance; the share of hangs is an assumption."""
 
 _TIMES = {
     "step": "step_s",
@@ -131,10 +133,10 @@ _COUNTS = {"spares": 0, "min_nodes": 1, "gpus_per_node": 1, "micro_batches": 0, 
 
 
 def read(given: Mapping[str, Any], as_flags: bool = False) -> Scenario:
-    """Checks what was given. as_flags: there is no file, so examples of what is missing are options.
+    """Checks the given fields. as_flags: there is no file, so messages about missing fields show options as examples.
 
     Raises:
-        UsageError: names the field and an example.
+        UsageError: the message names the field and an example.
     """
     _known("field", given, EXAMPLES)
     for name in ("nodes", "days"):
@@ -162,7 +164,7 @@ def read(given: Mapping[str, Any], as_flags: bool = False) -> Scenario:
 
 
 def check(s: Scenario) -> None:
-    """Refuses what cannot be: by the field's name."""
+    """Refuses impossible values; the message names the field."""
     if s.least > s.nodes:
         raise UsageError(
             f"min_nodes: {s.min_nodes} is more than nodes: {s.nodes}; for example {max(1, s.nodes - 8)}"
@@ -171,8 +173,8 @@ def check(s: Scenario) -> None:
         raise UsageError(
             f"step: {s.step_s:g} s is longer than the whole run of {s.work_s:g} s; for example 10s"
         )
-    # As `Timing.start_s` has it. The simulated core would end every worker before it is ready, and the run
-    # would say something about this limit and nothing about the cluster.
+    # As in `Timing.start_s`. The simulated core would end every worker before it is ready, and the result
+    # would depend on this limit and not on the cluster.
     if s.start_s >= 150 * s.detection_s:
         raise UsageError(
             f"start: the coordinator ends workers that are not ready within 150 x detection = {150 * s.detection_s:g} s, "
@@ -192,8 +194,8 @@ def _classes(given: Mapping[str, Any], as_flags: bool) -> tuple[FailureClass, ..
             shown = quantities.as_given("rate", "0.0161%", as_flags)
             raise UsageError(f"rate is missing; for example {shown} (failures per node-hour)")
         rate = quantities.rate("rate", given["rate"])
-        # Shares of the published mix, scaled to the rate that was given: a person knows how often a job fails
-        # far better than of what.
+        # Shares of the published mix, scaled to the given rate: a person knows the rate of a job's failures
+        # far better than their causes.
         whole = sum(c.rate for c in LLAMA)
         return tuple(msgspec.structs.replace(c, rate=rate * c.rate / whole) for c in LLAMA) if rate else ()
     if "rate" in given:
@@ -206,8 +208,8 @@ def _classes(given: Mapping[str, Any], as_flags: bool) -> tuple[FailureClass, ..
 
 def _class(index: int, given: Mapping[str, Any]) -> FailureClass:
     at = f"failures[{index}]"
-    # Of the class itself, so that a field that is added there can be given at once, and one that is taken
-    # away is refused.
+    # Derived from the class itself, so that a field that is added there is accepted at once, and one that is
+    # removed is refused.
     names = {f.removesuffix("_s") for f in FailureClass.__struct_fields__} | {"burst_within"}
     _known(f"field in {at}", given, names)
     scope = given.get("scope", "node")

@@ -1,4 +1,4 @@
-"""What fails in a simulated cluster, and what agents and peers say of it."""
+"""Failures of a simulated cluster, and the messages of agents and peers about them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdfast.tools.simulate.trial_view import TrialView
 
 
 def expect(cluster: TrialView, machine: SimulatedMachine, at_s: float, kind: FailureClass | None) -> None:
-    """Its next failure is known."""
+    """Plans the next failure of a machine."""
     machine.fails_s, machine.failure = at_s, kind
     cluster.at(at_s, strike, cluster, machine, at_s)
 
 
 def strike(cluster: TrialView, machine: SimulatedMachine, planned_s: float) -> None:
-    """A machine fails, and perhaps takes others of its rack along."""
+    """A machine fails, and may take others of its rack with it."""
     kind = machine.failure
-    # The failure was planned anew since: the machine was repaired or replaced before it came.
+    # The failure has been planned anew since: the machine was repaired or replaced before it came.
     if machine.fails_s != planned_s or kind is None or machine.source is None:
         return
-    # Something would happen to one that stands for others. The trial is run again with more names instead of
-    # being wrong.
+    # The machine is one of those that another one represents. The trial is run again with more names instead
+    # of giving a wrong result.
     if not machine.name:
         raise FewNames
     if not machine.up:
@@ -56,7 +56,7 @@ def follow(cluster: TrialView, place: int, kind: FailureClass) -> None:
 
 
 def fail(cluster: TrialView, machine: SimulatedMachine, kind: FailureClass) -> None:
-    """What a failure does to one machine."""
+    """Applies a failure to one machine."""
     member = machine in cluster.members
     if kind.scope == "node":
         lose(cluster, [machine], None)
@@ -73,8 +73,8 @@ def fail(cluster: TrialView, machine: SimulatedMachine, kind: FailureClass) -> N
             )
     elif machine.worker is None or machine.hung_s is not None:
         return
-    # A worker that hangs while it waits for nobody shows only when it is needed, so it counts as one that
-    # ended.
+    # A worker that hangs while no other waits for it is only noticed when it is needed, so it is treated as
+    # one that ended.
     elif kind.scope == "worker" or not (member and machine.ready):
         if member:
             cluster.halt("stalled")
@@ -87,11 +87,11 @@ def fail(cluster: TrialView, machine: SimulatedMachine, kind: FailureClass) -> N
 
 
 def lose(cluster: TrialView, machines: list[SimulatedMachine], repair_s: float | None) -> None:
-    """Machines are gone at once."""
+    """Several machines are lost at once."""
     if any(x in cluster.members for x in machines):
         cluster.halt("stalled")
-        # Nobody who trained is left, so the last checkpoint decides from where the job goes on. It is told
-        # now, for nobody could tell it later.
+        # No member is left, so training continues from the last checkpoint. That is reported now, because
+        # nobody could report it later.
         if not any(x.up for x in cluster.members if x not in machines):
             cluster.tell_saved()
     for machine in machines:
@@ -100,16 +100,16 @@ def lose(cluster: TrialView, machines: list[SimulatedMachine], repair_s: float |
 
 
 def expect_group(cluster: TrialView, index: int) -> None:
-    """The next failure of many at once is known."""
+    """Plans the next failure of a group."""
     at_s, _ = cluster.groups[index][2].next(cluster.now)
     cluster.group_s[index] = at_s
     cluster.at(at_s, strike_group, cluster, index)
 
 
 def strike_group(cluster: TrialView, index: int) -> None:
-    """A rack, a switch, or all processes."""
+    """A rack, a switch, or all processes fail."""
     kind, places, _ = cluster.groups[index]
-    # The next one first: whatever this strike brings about must not change when the next one comes.
+    # The next one is planned first: the effects of this one must not change its time.
     expect_group(cluster, index)
     cluster.failures[kind.name] = cluster.failures.get(kind.name, 0) + 1
     if kind.scope == "job":
@@ -123,7 +123,7 @@ def strike_group(cluster: TrialView, index: int) -> None:
 
 
 def end_all_workers(cluster: TrialView) -> None:
-    """All processes end at once: what is left is in memory and in durable tiers."""
+    """All processes end at once: the state survives in memory and in durable tiers."""
     cluster.halt("stalled")
     cluster.tell_saved()
     cluster.at(
@@ -132,7 +132,7 @@ def end_all_workers(cluster: TrialView) -> None:
 
 
 def exit_all(cluster: TrialView, pairs: list[tuple[SimulatedMachine, str]]) -> None:
-    """The agents see it."""
+    """The agents report the exits."""
     events: list[e.Event] = []
     for machine, name in pairs:
         if machine.up and machine.worker == name:
@@ -142,24 +142,24 @@ def exit_all(cluster: TrialView, pairs: list[tuple[SimulatedMachine, str]]) -> N
 
 
 def end_worker(cluster: TrialView, machine: SimulatedMachine, name: str, code: int = SIGKILL) -> None:
-    """The agent sees a process end."""
+    """The agent reports the exit of a process."""
     if machine.up and machine.worker == name:
         machine.worker = None
         cluster.tell([e.NodeSays(machine.name, m.Exited(worker=name, code=code))])
 
 
 def stalled(cluster: TrialView, machine: SimulatedMachine, name: str) -> None:
-    """The agent sees that a worker stands still, and says so until somebody acts."""
+    """The agent reports that a worker stands still, repeatedly until the core acts."""
     if machine.up and machine.worker == name and machine.hung_s is not None:
         cluster.tell([e.NodeSays(machine.name, m.Stalled(name, view(cluster, machine)))])
-        # An agent repeats it until somebody acts, as the real one does: the first report may meet a core that
-        # is just looking at another.
+        # Repeated until the core acts, as by a real agent: the first report may arrive while the core is
+        # inspecting another worker.
         again_s = cluster.now + cluster.core.timing.stall_floor_s
         cluster.at(again_s, stalled, cluster, machine, name)
 
 
 def inspected(cluster: TrialView, machine: SimulatedMachine, request: int) -> None:
-    """All agents answer at once."""
+    """All agents answer an inspection at once."""
     events: list[e.Event] = []
     heap = cluster.heap
     while True:
@@ -173,12 +173,12 @@ def inspected(cluster: TrialView, machine: SimulatedMachine, request: int) -> No
 
 
 def view(cluster: TrialView, machine: SimulatedMachine) -> m.WorkerView:
-    """What the agent of a machine knows of its worker."""
+    """The agent's view of its worker."""
     hung = machine.hung_s is not None
     phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
     page = PageReading(generation=cluster.generation, committed=cluster.steps.committed, phase=int(phase))
-    # The one that hangs stands still since it hung, the others since the steps were halted. That is what
-    # makes it the odd one.
+    # The one that hangs has stood still since it hung, the others since the steps were halted. This
+    # difference makes it the odd one.
     idle_s = cluster.now - (machine.hung_s if machine.hung_s is not None else cluster.steps.halted_s)
     return m.WorkerView(
         worker=machine.worker or "",
@@ -192,7 +192,8 @@ def view(cluster: TrialView, machine: SimulatedMachine) -> m.WorkerView:
 
 
 def found_slow(cluster: TrialView, machine: SimulatedMachine, severity: Severity, remedy: Remedy) -> None:
-    """Its peers show that it is slow: first a warning, then, when that has cost enough, it is to be replaced."""
+    """Its peers show that a machine is slow: first as a warning, and, when that has cost enough, with the request to
+    replace it."""
     if machine.up and machine.worker and machine.slow > 1.0 and machine in cluster.members:
         done = cluster.steps.base
         if cluster.steps.running:
@@ -211,7 +212,7 @@ def found_slow(cluster: TrialView, machine: SimulatedMachine, severity: Severity
 
 
 def fast_again(cluster: TrialView, machine: SimulatedMachine) -> None:
-    """A slow machine is as fast as the others."""
+    """A slow machine is as fast as the others again."""
     if machine.slow > 1.0:
         machine.slow = 1.0
         cluster.pace()

@@ -1,10 +1,10 @@
-"""Recorded traces: which nodes were there when. Read from CSV or JSON, our own or the public spot-instance traces'.
+"""Recorded traces of the presence of nodes. Read from CSV or JSON, our own or the public spot-instance traces'.
 
 - `t_s,node,event` (CSV with this head; `event` is up or down), or JSON: a list of {"t_s": 60, "node": "a", "up": true}.
-- {"metadata": {"gap_seconds": 300}, "data": [16, 15, ...]}: how many nodes there are at every tick (spot-traces).
-- `2021-12-11, 11:11:30, 55`: how many nodes there are from then on (Bamboo).
+- {"metadata": {"gap_seconds": 300}, "data": [16, 15, ...]}: the number of nodes at every tick (spot-traces).
+- `2021-12-11, 11:11:30, 55`: the number of nodes from then on (Bamboo).
 
-A count says how many, not which: those that came last go first, as no node is better than another.
+A count does not identify nodes: those that came last leave first, because no node is better than another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.protocol.wire.decoding import decode
 
 
 class NodeChange(msgspec.Struct, frozen=True):
-    """A node is there from a time on, or is not."""
+    """A node is there from a time on, or is not there any more."""
 
     t_s: float
     """Seconds since the trace's start."""
@@ -32,26 +32,26 @@ class NodeChange(msgspec.Struct, frozen=True):
 
 
 class NodeTrace(msgspec.Struct, frozen=True):
-    """A record of which nodes were there."""
+    """A record of the presence of nodes."""
 
     changes: tuple[NodeChange, ...]
     """In the order of their times."""
     ends_s: float
     """Seconds since the trace's start."""
     most: int
-    """Nodes that were there at once."""
+    """The largest number of nodes at once."""
 
 
 def parse(name: str, text: str) -> NodeTrace:
-    """Reads a trace. name: of the file, for errors.
+    """Reads a trace. name: that of the file, for error messages.
 
     Raises:
-        UsageError: it is none, with the line.
+        UsageError: it is not a trace; the message names the line.
     """
     stripped = text.lstrip()
     if not stripped:
         raise UsageError(f"trace {name} is empty; for example\nt_s,node,event\n0,a,up\n3600,a,down")
-    # By the content, not by the file's name: public traces come with all kinds of names.
+    # Recognized by the content, not by the file's name: public traces have all kinds of names.
     if stripped[0] in "[{":
         return _json(name, text)
     if stripped[0].isdigit():
@@ -99,8 +99,8 @@ def _dated_counts(name: str, text: str) -> NodeTrace:
         try:
             day, clock, count = (x.strip() for x in line.split(","))
             at = datetime.fromisoformat(f"{day} {clock}")
-            # The first line is time 0, so a trace can begin on any day. Its clock has no zone: where it goes
-            # back for winter time within a trace, `_ordered` refuses it.
+            # The first line is time 0, so a trace can begin on any day. Its clock has no time zone: if it
+            # goes back for winter time within a trace, `_ordered` refuses it.
             first = first or at
             points.append(((at - first).total_seconds(), int(count)))
         except ValueError as error:
@@ -117,8 +117,8 @@ def _counts(name: str, points: Iterable[tuple[float, int]], last_s: float) -> No
     for at_s, count in points:
         if count < 0:
             raise UsageError(f"trace {name}: {count} nodes at {at_s:g} s")
-        # Last in, first out. Which nodes went is not recorded, and with any other order newcomers would
-        # rejoin more often than they can be known to have done.
+        # Last in, first out. Which nodes left is not recorded, and any other order would make nodes return
+        # more often than the record shows.
         while len(there) > count:
             changes.append(NodeChange(at_s, there.pop(), False))
         while len(there) < count:

@@ -25,31 +25,31 @@ from holdfast.tools.simulate.steps import WallTime
 from holdfast.tools.simulate.trace import NodeTrace
 
 NAMES = 24
-"""Nodes of the core's that machines take turns in, at first: enough for the failures of the near future."""
+"""Number of names that machines use in turn, at first: enough for the failures of the near future."""
 
 
 WHOLE = 96
-"""Up to so many nodes each has a name of its own."""
+"""Up to this many nodes, each has a name of its own."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+    """The result of one trial."""
 
     seed: int
     wall_s: float
     goodput: float
-    """Training at full size over wall time."""
+    """Training at full size divided by wall time."""
     spent: WallTime
     failures: dict[str, int]
     incidents: int
     lost_steps: int
     new_nodes: int
     given_up: list[str]
-    """Why the job ended before its work was done, for each time that it was started again."""
+    """The reason of each end of the job before its work was done, after which it was started again."""
     node_hours: float
-    """Of all nodes, for as long as each was there."""
+    """Node-seconds of all nodes."""
     done: float
-    """The share of the work; less than 1 where a trace ended before it."""
+    """The share of the work that was done; less than 1 if a trace ended before it."""
 
 
 def run(
@@ -61,12 +61,12 @@ def run(
     note: Callable[[float, LedgerEvent], None] | None = None,
     keep: Callable[[Cluster], None] | None = None,
 ) -> Trial:
-    """Runs one trial. fold: many machines share few names. one_by_one, trace, note: see `Cluster`. Neither of fold and
-    one_by_one changes the result. keep: is given the cluster as it is at the end."""
+    """Runs one trial. fold: many machines share few names. one_by_one, trace, note: see `Cluster`. Neither `fold` nor
+    `one_by_one` changes the result. keep: called with the cluster at the end."""
     names = NAMES if fold and scenario.nodes > WHOLE else 0
     while True:
-        # Collected per attempt and passed on at the end: an attempt with too few names is thrown away, and
-        # its entries with it.
+        # Collected per attempt and passed on at the end: an attempt with too few names is discarded together
+        # with its entries.
         entries: list[tuple[float, LedgerEvent]] = []
 
         def book(t_s: float, event: LedgerEvent, to: list[Any] = entries) -> None:
@@ -83,8 +83,8 @@ def run(
             )
             cluster.run()
         except FewNames:
-            # With the same seed, so the same failures. Doubling ends after a few rounds, at the latest when
-            # every machine has a name.
+            # With the same seed, so with the same failures. The doubling ends after a few rounds, at the
+            # latest when every machine has a name.
             names *= 2
             continue
         if note is not None:
@@ -98,10 +98,10 @@ def run(
 def run_all(
     scenario: Scenario, trials: int, seed: int = 0, trace: NodeTrace | None = None
 ) -> Iterator[Trial]:
-    """Trials with seeds from `seed` on. The garbage of a trial is freed at its end: without cycles in it there is no need
-    to look for any meanwhile."""
+    """Runs trials with seeds from `seed` on. Their garbage is freed at the end of each one: they make no cycles before
+    that, so the garbage collector is paused meanwhile."""
     for number in range(trials):
-        # Trials make no cycles but at their end. Looking for some meanwhile would only cost time.
+        # Trials make cycles only at their end. Looking for some before that would only cost time.
         gc.disable()
         try:
             yield run(scenario, seed + number, trace=trace)
@@ -111,7 +111,7 @@ def run_all(
 
 
 def result(cluster: Cluster) -> Trial:
-    """What a trial came to."""
+    """The result of a trial."""
     wall_s = cluster.finished_s if cluster.finished_s is not None else float("inf")
     return Trial(
         seed=cluster.seed,
@@ -129,7 +129,7 @@ def result(cluster: Cluster) -> Trial:
 
 
 STARTED = datetime(2000, 1, 1, tzinfo=UTC)
-"""When every simulated job began, in its ledger."""
+"""The start time of every simulated job in its ledger."""
 
 
 def replay(scenario: Scenario, seed: int, folder: Path, trace: NodeTrace | None = None) -> Trial:
@@ -138,13 +138,13 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: NodeTrace | None 
     Raises:
         UsageError: the folder has a job already.
     """
-    # Refused before anything is simulated: a replay must not write into the folder of a real job.
+    # Refused before the simulation: a replay must not write into the folder of a real job.
     if (folder / "spec.json").exists():
         raise UsageError(f"{folder} has a job already; choose another --job")
     entries: list[tuple[float, LedgerEvent]] = []
     kept: list[Cluster] = []
-    # Run again and not recorded the first time: thousands of trials are run for statistics, and one of them
-    # is looked at.
+    # Run again instead of being recorded the first time: thousands of trials are run for statistics, and one
+    # of them is looked at.
     run(scenario, seed, trace=trace, note=lambda *entry: entries.append(entry), keep=kept.append)
     (cluster,) = kept
     trial, state = result(cluster), cluster.core.state
@@ -163,10 +163,10 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: NodeTrace | None 
             store.add_event(round(t_s, 4), utc, event.kind, event)
         store.save(state)
         store.commit()
-        told = store.incidents(state.forgotten)
+        incidents = store.incidents(state.forgotten)
     finally:
         store.close()
-    report = build_report(state, StepSummary(), BEGIN_S + trial.wall_s, told)
+    report = build_report(state, StepSummary(), BEGIN_S + trial.wall_s, incidents)
     goodput = Goodput(
         wall_s=round(trial.wall_s, 3),
         productive_s=round(trial.spent.training, 3),

@@ -1,6 +1,7 @@
-"""What failures and names may see of a trial, and do to it.
+"""The interface of a trial for `strikes` and `names`.
 
-`Cluster` calls `strikes` and `names` and is what this describes; they know this description only, so the arrows run one way.
+`Cluster` calls these two modules and implements this interface; they only know the interface, so imports run in one
+direction.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from holdfast.tools.simulate.scenario import FailureClass, Scenario
 from holdfast.tools.simulate.steps import Steps
 
 
-# A protocol and no base class: `Cluster` is the only one that fits it, and the arrows between the modules
-# still run one way.
+# A protocol and not a base class: `Cluster` is its only implementation, and imports still run in one
+# direction.
 class TrialView(Protocol):
     """One trial under way."""
 
@@ -42,19 +43,19 @@ class TrialView(Protocol):
         ...
 
     def tell(self, events: list[e.Event], starting: bool = False) -> None:
-        """The core hears what came at this moment, and what it decides is done."""
+        """Passes the events of this moment to the core, and carries out its decisions."""
         ...
 
     def tell_saved(self) -> None:
-        """Before it matters, the coordinator hears of the newest checkpoint and the newest snapshot."""
+        """Reports the newest checkpoint and the newest snapshot before the coordinator needs them."""
         ...
 
     def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
-        """What a worker says, as its agent passes it on."""
+        """A message of a worker, as its agent forwards it."""
         ...
 
     def wind(self) -> None:
-        """Sees to it that the core is asked again at its next deadline."""
+        """Plans a call of the core at its next deadline."""
         ...
 
     def pace(self) -> None:
@@ -62,7 +63,7 @@ class TrialView(Protocol):
         ...
 
     def halt(self, why: str) -> None:
-        """Nobody commits from now on."""
+        """No step is committed from now on."""
         ...
 
     def down(self, machine: SimulatedMachine, repair_s: float | None) -> None:

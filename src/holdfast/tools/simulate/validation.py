@@ -1,4 +1,5 @@
-"""The planner against itself and against public numbers. Where a public number cannot be reproduced, it says so."""
+"""Compares the planner with itself and with published numbers. If a published number cannot be reproduced, the output
+says so."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from holdfast.tools.simulate.trial import run
 
 HOUR_S, DAY_S = f.HOUR_S, f.DAY_S
 POINTS = 0.005
-"""Two goodputs that agree differ by no more."""
+"""Tolerance: two goodputs agree if they differ by no more than this."""
 
 MTBF_HOURS = (0.5, 3.09, 8.0, 24.7)
 COSTS = ((30.0, 600.0), (120.0, 1800.0), (5.0, 60.0))
@@ -29,12 +30,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     """`%`: both values are shares."""
     reproduced: bool | None
-    """None: the public number lacks what it would take."""
+    """None: the publication lacks the data that its computation needs."""
     note: str = ""
 
 
 def validate(trials: int = 10_000) -> list[Comparison]:
-    """All comparisons; takes some seconds."""
+    """Runs all comparisons; takes some seconds."""
     return [*_formula(trials), *_core(), *_rates(), *_public()]
 
 
@@ -68,11 +69,12 @@ def _formula(trials: int) -> Iterator[Comparison]:
 
 
 def _core() -> Iterator[Comparison]:
-    """The core decides, with spares enough: what a failure costs is detection, joining and the state from a peer."""
+    """The core decides, with enough spares: a failure then costs detection, joining and the transfer of the state from
+    a peer."""
     kind = (FailureClass(name="node", scope="node", rate=0.005),)
     for nodes, peer_s in ((16, 60.0), (64, 30.0), (256, 10.0)):
-        # With more spares than can fail at once, so that a failure costs what the formula has, and nothing
-        # for waiting.
+        # With more spares than can fail at once, so that a failure costs as much as in the formula, and no
+        # waiting.
         s = Scenario(
             nodes=nodes, work_s=3 * DAY_S, classes=kind, spares=16, peer_s=peer_s, replace_s=60, detection_s=5
         )
@@ -140,8 +142,8 @@ def _public() -> Iterator[Comparison]:
         note="published as >90%",
     )
     rate = 0.0161e-2
-    # Not reproduced and not refuted: what is missing in the source is said in the note, and no number of ours
-    # is bent to meet theirs.
+    # Neither reproduced nor refuted: the note says what is missing in the source, and no number of ours is
+    # adapted to it.
     robust_s = f.mtbf_hours(1200, rate) * HOUR_S
     ours = f.goodput(robust_s, 60.0, 1.0, 109 + 65)
     allowed = _most(lambda x: f.goodput(robust_s, 60.0, 1.0, x), 0.97)
@@ -190,7 +192,7 @@ def _public() -> Iterator[Comparison]:
 
 
 def _most(falling: Callable[[float], float], wanted: float) -> float:
-    """The largest argument at which something that falls is still so much."""
+    """The largest argument for which a decreasing function is still at least `wanted`."""
     low, high = 0.0, 86400.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -76,8 +76,8 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
     while jobs.is_running(folder) and not ended:
         at = to.position
         try:
-            told = await client.get_bytes(f"/news?seq={at.seq}&place={at.place}")
-            news = decode(_news.decode, told, "the coordinator's answer cannot be read", error=UsageError)
+            data = await client.get_bytes(f"/news?seq={at.seq}&place={at.place}")
+            news = decode(_news.decode, data, "the coordinator's answer cannot be read", error=UsageError)
         except NoAnswer:
             continue  # it was asked for several seconds
         if news.ledger and news.ledger != at.ledger:

@@ -142,9 +142,9 @@ class MLflow(FileTracker):
         return self._entities.Metric(_metric_name(name), float(value), round(time_s * 1000), step)
 
     def _refused(self, error: Exception) -> UsageError:
-        said = str(error).partition("\n")[0][:TEXT_CHARS]
+        answer = str(error).partition("\n")[0][:TEXT_CHARS]
         return UsageError(
-            f"mlflow: the server did not accept the data: {said}. Run the command again to continue from here"
+            f"mlflow: the server did not accept the data: {answer}. Run the command again to continue from here"
         )
 
 

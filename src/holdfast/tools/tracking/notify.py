@@ -101,14 +101,14 @@ def _why(job: str, incident: int | None) -> str:
 def take_in(notes: Notes, matters: list[Matter], now_s: float) -> Notes:
     """With what is new among the matters. now_s: seconds since 1970."""
     # Forgotten after AGAIN_S: a matter that still stands then is told once more.
-    told = {key: at_s for key, at_s in notes.told.items() if now_s - at_s < AGAIN_S}
+    known = {key: at_s for key, at_s in notes.told.items() if now_s - at_s < AGAIN_S}
     new = []
     for matter in matters:
-        if matter.key not in told:
+        if matter.key not in known:
             new.append(matter)
-            told[matter.key] = now_s
+            known[matter.key] = now_s
     waiting = (*notes.waiting, *new)
-    newest = dict(sorted(told.items(), key=lambda item: item[1])[-REMEMBERED:])
+    newest = dict(sorted(known.items(), key=lambda item: item[1])[-REMEMBERED:])
     # What is beyond the bound is counted: whoever gets the message has to know that there is more.
     more = notes.more + max(0, len(waiting) - MOST)
     return msgspec.structs.replace(notes, waiting=waiting[:MOST], more=more, told=newest)
@@ -331,5 +331,5 @@ def _mail(command: list[str], to: str, message: Notification) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotDelivered(f"{command[0]}: {type(error).__name__}") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise NotDelivered(f"{command[0]} ended with {done.returncode}: {said[:200]}")
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise NotDelivered(f"{command[0]} ended with {done.returncode}: {reason[:200]}")

@@ -132,37 +132,37 @@ class Otlp(FileTracker):
 
     def write(self, batch: Batch) -> None:
         """See `Tracker`. Raises UsageError: nobody takes the spans; the position is the one before."""
-        told = self._kept.value.told
+        incidents = self._kept.value.told
         if batch.position.ledger != self.position.ledger:
-            told = OpenIncidents()  # incidents of another start have numbers of their own
+            incidents = OpenIncidents()  # incidents of another start have numbers of their own
         spans: list[dict[str, Any]] = []
         made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
         for part in batch.parts:
             if isinstance(part, LedgerEntry):
-                told = _heard(told, part)
-                spans += self._spans_of(told, part, made)
+                incidents = _with_event(incidents, part)
+                spans += self._spans_of(incidents, part, made)
                 if (saved := checkpoint(part)) is not None:
                     spans += made.trace(saved)
             if isinstance(part, LedgerEntry | NewStep):
-                marks, begun = hear(told.start, part)
-                told = msgspec.structs.replace(told, start=marks)
+                marks, begun = hear(incidents.start, part)
+                incidents = msgspec.structs.replace(incidents, start=marks)
                 spans += made.trace(begun) if begun is not None else []
         # Sent before the position is kept: killed in between, the next follower sends
         # spans with the same ids.
         if spans:
             self._send(_request(spans, self._job, batch.position.ledger))
-        told = _without_closed(told)
-        self._kept.replace(msgspec.structs.replace(self._kept.value, told=told, position=batch.position))
+        incidents = _without_closed(incidents)
+        self._kept.replace(msgspec.structs.replace(self._kept.value, told=incidents, position=batch.position))
 
-    def _spans_of(self, told: OpenIncidents, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
+    def _spans_of(self, incidents: OpenIncidents, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
         over = [entry.fields["id"]] if entry.kind in _OVER else []
         # Nothing comes after the end, so incidents that are open are sent as far as they came.
-        over = list(told.facts) if entry.kind == "ended" else over
+        over = list(incidents.facts) if entry.kind == "ended" else over
         return [
             span
             for number in over
-            if number in told.facts and (entry.kind != "ended" or number not in told.closed)
-            for span in made.spans(told, number)
+            if number in incidents.facts and (entry.kind != "ended" or number not in incidents.closed)
+            for span in made.spans(incidents, number)
         ]
 
     def _send(self, body: dict[str, Any]) -> None:
@@ -226,9 +226,9 @@ def _headers() -> dict[str, str]:
 # ---------------------------------------------------------------- pure from here on
 
 
-def _heard(told: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
+def _with_event(incidents: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
     """With what an event says of an incident."""
-    facts, about, before, closed = dict(told.facts), dict(told.about), dict(told.before), set(told.closed)
+    facts, about, before, closed = dict(incidents.facts), dict(incidents.about), dict(incidents.before), set(incidents.closed)
     fields = entry.fields
     if entry.kind in ABOUT_INCIDENTS and fields["id"] in facts:
         facts[fields["id"]] = dict(facts[fields["id"]])
@@ -237,7 +237,7 @@ def _heard(told: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
         number = fields["id"]
         if entry.kind == "incident-opened" and (node := fields.get("node")):
             # Of the node's incident before, for a link. The newest node is the last.
-            previous = told.nodes.get(node)
+            previous = incidents.nodes.get(node)
             if previous is not None and previous != number:
                 before[number] = previous
         closed.add(number) if entry.kind in _OVER else closed.discard(number)
@@ -247,7 +247,7 @@ def _heard(told: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
     if entry.kind in _ABOUT and number in facts:
         text = event_line(msgspec.to_builtins(entry), everything=True, width=TEXT_CHARS)
         about[number] = (*about.get(number, ()), (entry.t_s, entry.kind, text))[:MOST_EVENTS]
-    nodes = dict(told.nodes)
+    nodes = dict(incidents.nodes)
     if entry.kind == "incident-opened" and (node := fields.get("node")):
         # Taken out and put in anew: the order is that of the newest incident, and the bound drops the oldest.
         nodes.pop(node, None)
@@ -255,18 +255,18 @@ def _heard(told: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
         nodes = dict(list(nodes.items())[-MOST_NODES:])
     about = {n: x for n, x in about.items() if n in facts}
     return msgspec.structs.replace(
-        told, facts=facts, about=about, before=before, closed=frozenset(closed), nodes=nodes
+        incidents, facts=facts, about=about, before=before, closed=frozenset(closed), nodes=nodes
     )
 
 
-def _without_closed(told: OpenIncidents) -> OpenIncidents:
+def _without_closed(incidents: OpenIncidents) -> OpenIncidents:
     """Without those that were sent. One that is opened again tells its facts again."""
     return msgspec.structs.replace(
-        told,
+        incidents,
         closed=frozenset(),
-        facts={n: x for n, x in told.facts.items() if n not in told.closed},
-        about={n: x for n, x in told.about.items() if n not in told.closed},
-        before={n: x for n, x in told.before.items() if n not in told.closed},
+        facts={n: x for n, x in incidents.facts.items() if n not in incidents.closed},
+        about={n: x for n, x in incidents.about.items() if n not in incidents.closed},
+        before={n: x for n, x in incidents.before.items() if n not in incidents.closed},
     )
 
 
@@ -276,9 +276,9 @@ class Made(msgspec.Struct, frozen=True):
     ledger: str
     began_utc_s: float
 
-    def spans(self, told: OpenIncidents, number: int) -> list[dict[str, Any]]:
+    def spans(self, incidents: OpenIncidents, number: int) -> list[dict[str, Any]]:
         """The incident and its phases; none of one that began nobody knows when."""
-        facts = told.facts[number]
+        facts = incidents.facts[number]
         span = whole(facts)
         if span is None:
             return []
@@ -295,9 +295,9 @@ class Made(msgspec.Struct, frozen=True):
                 "name": kind,
                 "attributes": _attributes({"holdfast.text": text}),
             }
-            for at_s, kind, text in told.about.get(number, ())
+            for at_s, kind, text in incidents.about.get(number, ())
         ]
-        if (before := told.before.get(number)) is not None:
+        if (before := incidents.before.get(number)) is not None:
             link = {
                 "traceId": trace_id(self.ledger, before),
                 "spanId": span_id(self.ledger, before, "incident 0"),
