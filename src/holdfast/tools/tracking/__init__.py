@@ -1,1 +1,1 @@
-"""Experiment trackers as followers of the ledger: nothing that trains calls them, and none can hold a step up."""
+"""Experiment trackers as followers of the ledger: no process that trains calls them, and none can delay a step."""

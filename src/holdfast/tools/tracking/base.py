@@ -1,4 +1,4 @@
-"""What a tracker is, and the small file that says how far it is."""
+"""The interface of trackers, and the small file with a tracker's position."""
 
 from __future__ import annotations
 
@@ -21,111 +21,113 @@ class Matter(msgspec.Struct, frozen=True, kw_only=True):
     """Something that a person has to do."""
 
     key: str
-    """Equal for what is the same matter again."""
+    """Equal for repetitions of the same matter."""
     id: str
-    """Always the same for the same event of the same ledger: whoever gets it twice can tell."""
+    """Always the same for the same event of the same ledger, so that a receiver can recognize duplicates."""
     text: str
-    """What happened and why, in words."""
+    """A description of what happened, and why."""
     command: str
-    """What says more."""
+    """A command that shows more."""
     utc: str
-    """When, ISO 8601."""
+    """Time of the event, ISO 8601."""
     incident: int | None = None
     node: str | None = None
 
 
 class Notes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a notifier: what is to be sent, and what was."""
+    """State of a notifier: the matters to be sent, and those that were sent."""
 
     waiting: tuple[Matter, ...] = ()
-    """Not known to be delivered, oldest first."""
+    """Matters whose delivery is not confirmed, oldest first."""
     more: int = 0
-    """Of those that came meanwhile so many were too many to keep."""
+    """Number of further matters that were too many to keep."""
     told: dict[str, float] = {}
-    """Key of a matter to when it was last taken in, in seconds since 1970."""
+    """Key of a matter to the time when it was last accepted, in seconds since 1970."""
     next_s: float = 0.0
-    """Nothing is sent before, in seconds since 1970."""
+    """Nothing is sent before this time, in seconds since 1970."""
     failures: int = 0
-    """Attempts in a row that were not delivered."""
+    """Number of failed deliveries in a row."""
 
 
 class OpenIncidents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sender of traces knows of incidents that are still open, from the ledger."""
+    """State of a sender of traces: incidents in the ledger that are still open."""
 
     facts: dict[int, dict[str, Any]] = {}
     """Number of the incident to its newest facts."""
     about: dict[int, tuple[tuple[float, str, str], ...]] = {}
-    """When, kind and text of what was found and decided about it."""
+    """Time, kind and text of findings and decisions about each incident."""
     before: dict[int, int] = {}
-    """The incident before on the same node."""
+    """The previous incident on the same node."""
     closed: frozenset[int] = frozenset()
-    """Those that are over."""
+    """Numbers of the incidents that are over."""
     nodes: dict[str, int] = {}
     """Node to its newest incident."""
     start: dict[str, float] = {}
-    """When what came first in this start, see `otlp.hear`."""
+    """The times of the first events of this start, see `otlp.hear`."""
 
 
 class PositionFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file beside what a tracker wrote."""
+    """The content of the file next to a tracker's output."""
 
     position: Position = Position()
     size_bytes: int = 0
-    """JSON lines: the file's size at this position; what is behind it was written by a follower that was killed."""
+    """JSON lines: the file's size at this position; bytes beyond it were written by a follower that was killed."""
     swaps: bool = False
-    """JSON lines: the file of this position may still have its other name."""
+    """JSON lines: the file of this position may still have its temporary name."""
     files: int = 0
-    """TensorBoard: files that were begun. W&B: segments that are finished."""
+    """TensorBoard: number of files that were begun. W&B: number of segments that are finished."""
     run: str = ""
-    """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
+    """MLflow: the identifier by which the run is found. It is chosen before the run is made, so a second follower does
+    not make a second run."""
     marks: dict[int, int] = {}
-    """MLflow: number of each event that is being written now to the step of its point, chosen before the first attempt."""
+    """MLflow: number of each event that is being written to the step of its point, chosen before the first attempt."""
     rows: int = 0
-    """W&B: rows that were written."""
+    """W&B: number of rows that were written."""
     attempts: int = 1
-    """W&B: how often the job computed, the first time included."""
+    """W&B: number of times that the job computed steps, including the first."""
     notes: Notes = Notes()
-    """Notifiers."""
+    """State of notifiers."""
     told: OpenIncidents = OpenIncidents()
-    """OpenTelemetry."""
+    """State of OpenTelemetry traces."""
 
 
 _kept = msgspec.json.Decoder(PositionFile)
 
 
 class Tracker(Protocol):
-    """Takes in what a ledger has, each part once."""
+    """Receives the content of a ledger, each part once."""
 
     @property
     def position(self) -> Position:
-        """How far it is: all before is safely written."""
+        """How far it has read: everything before is safely written."""
 
     @property
     def waits(self) -> bool:
-        """It has something of its own to do as time passes: it wants batches in which nothing is new."""
+        """Whether it has work that depends on time: it then gets batches even if they contain nothing new."""
 
     def write(self, batch: Batch) -> None:
-        """Takes in a batch. Killed at any moment it is at the old position or at the new one."""
+        """Writes a batch. If it is killed at any moment, it is at the old position or at the new one."""
 
     def close(self) -> None:
-        """Ends it; what it was given is written."""
+        """Ends it; everything that it was given is written."""
 
 
 class TrackerKind(Protocol):
-    """What an entry point of the group `holdfast.trackers` names: a class of trackers. `FileTracker` has most of it."""
+    """The interface of entry points of the group `holdfast.trackers`: a class of trackers. `FileTracker` implements
+    most of it."""
 
     needs_target: bool
-    """Nothing may stand in for what comes after the colon of `KIND:TARGET`."""
+    """Whether the part after the colon of `KIND:TARGET` may not be empty."""
 
     def __call__(self, target: str, folder: Path) -> Tracker:
-        """A tracker. folder: the job's. Raises UsageError."""
+        """Makes a tracker. folder: the job's. Raises UsageError."""
 
     def check(self, target: str) -> None:
-        """What can be known before a job starts. Raises UsageError."""
+        """Checks what can be checked before a job starts. Raises UsageError."""
 
 
 class KeptFile:
-    """A `PositionFile`, written and read, of one process at a time."""
+    """A `PositionFile` on disk, locked for one process at a time."""
 
     def __init__(self, path: Path) -> None:
         """Raises UsageError: another follower writes to the same target, or the file is damaged."""
@@ -151,28 +153,28 @@ class KeptFile:
             raise
 
     def replace(self, value: PositionFile) -> None:
-        """In one step, and safe from a loss of power when it returns."""
+        """Replaces the content in one step; it is safe from a power failure when this returns."""
         work = self._path.with_name(self._path.name + ".new")
         with work.open("wb") as out:
             out.write(msgspec.json.encode(value))
             out.flush()
-            # Data first, then the name: a rename that survives a loss of power without its content would be
+            # Data first, then the name: a rename that survives a power failure without its content would give
             # an empty position, and everything would be tracked again.
             os.fsync(out.fileno())
         work.replace(self._path)
         self.value = value
 
     def close(self) -> None:
-        """Another process may have it."""
+        """Releases the lock for other processes."""
         os.close(self._lock)
 
 
 class FileTracker(ABC):
-    """A tracker whose position is in a kept file. A subclass is made of the target and the job's folder."""
+    """A tracker whose position is in a kept file. A subclass is constructed with the target and the job's folder."""
 
     needs_target: ClassVar[bool] = True
     needs_module: ClassVar[str] = ""
-    """The module that it needs, which comes with the extra that is called as this tracker."""
+    """The module that it needs; the extra that installs it has the name of the tracker."""
 
     @classmethod
     def check(cls, target: str) -> None:
@@ -182,7 +184,7 @@ class FileTracker(ABC):
             raise UsageError(f"{extra} needs {cls.needs_module}: pip install 'holdfast-train[{extra}]'")
 
     def __init__(self, kept: Path) -> None:
-        """Raises UsageError as `KeptFile`, and whatever `_begin` does; then the file is free again."""
+        """Raises UsageError as `KeptFile`, and any error of `_begin`, after which the file is unlocked again."""
         self._kept = KeptFile(kept)
         try:
             self._begin()
@@ -192,7 +194,7 @@ class FileTracker(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Makes the target ready to go on at the kept position."""
+        """Prepares the target to continue at the kept position."""
 
     @property
     def waits(self) -> bool:
@@ -210,7 +212,7 @@ class FileTracker(ABC):
 
 
 def figures(new: NewStep) -> dict[str, float]:
-    """What is known of a step as named numbers: its own, and what the script logged. The script's names win."""
+    """The known figures of a step by name: its own, and those that the script logged. The script's take precedence."""
     row = new.row
     own: dict[str, Any] = {
         "loss": row.loss,

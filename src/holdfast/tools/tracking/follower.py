@@ -1,4 +1,5 @@
-"""Gives trackers what a job's ledgers have, from the oldest start that is kept to the end of the one that runs."""
+"""Passes the content of a job's ledgers to trackers, from the oldest start that is kept to the end of the one that
+runs."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from holdfast.tools.tracking.base import Tracker, TrackerKind
 from holdfast.tools.tracking.position import Batch, take_in
 
 EVERY_S = 1.0
-"""Between two questions to a running job. What is read is at least `SETTLED_S` old, so a tracker is 2 to 3 s behind; in
-exchange a job of many steps a second costs its coordinator one request a second."""
+"""Seconds between two requests to a running job. Steps are read when they are at least `SETTLED_S` old, so a tracker is
+2 to 3 s behind; in exchange, a job with many steps per second costs its coordinator one request per second."""
 
 HOW = "must be jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL"
 OpenLedger = Callable[[Path], AbstractContextManager[Store]]
@@ -29,9 +30,10 @@ _news = msgspec.json.Decoder(News)
 
 
 def tracker(target: str, folder: Path) -> Tracker:
-    """Of `jsonl:PATH`, `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT` or `otlp:URL`, or of another package's kind.
+    """Makes a tracker from `jsonl:PATH`, `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT` or `otlp:URL`, or a kind of another
+    package.
 
-    folder: the job's. A target that is no path has its position there.
+    folder: the job's. If the target is not a path, its position is kept there.
 
     Raises:
         UsageError: there is no such tracker, its library is missing, or another follower writes there.
@@ -41,7 +43,7 @@ def tracker(target: str, folder: Path) -> Tracker:
 
 
 def check_target(target: str) -> None:
-    """What can be known before a job starts. Raises UsageError as `tracker`."""
+    """Checks what can be checked before a job starts. Raises UsageError as `tracker`."""
     kind, where = _kind_of(target, repr(target))
     kind.check(where)
 
@@ -60,18 +62,18 @@ def _kind_of(target: str, shown: str) -> tuple[TrackerKind, str]:
 
 
 async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLedger) -> None:
-    """Until the job has ended; of a job that has, all at once."""
+    """Follows a job until it has ended; one that has ended already is read at once."""
     if jobs.is_running(folder):
         async with client_of(folder) as client:
             await asyncio.gather(*(_follow_running(folder, client, x, open_ledger) for x in trackers))
-    # Once more from the file, when nobody answers any more: what came between the last answer and the end is
-    # only there.
+    # Once more from the file when the coordinator does not answer any more: entries between the last answer
+    # and the end are only there.
     for each in trackers:
         await asyncio.to_thread(_read_ended, folder, each, open_ledger)
 
 
 async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_ledger: OpenLedger) -> None:
-    """Until the job's last event. A coordinator that dies, or hands over, is waited for."""
+    """Follows until the job's last event. Waits for a coordinator that died, or hands over."""
     ended = False
     while jobs.is_running(folder) and not ended:
         at = to.position
@@ -79,19 +81,20 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
             data = await client.get_bytes(f"/news?seq={at.seq}&place={at.place}")
             news = decode(_news.decode, data, "the coordinator's answer cannot be read", error=UsageError)
         except NoAnswer:
-            continue  # it was asked for several seconds
+            continue  # the client has already tried for several seconds
         if news.ledger and news.ledger != at.ledger:
-            # Of another start than this position: those between are read first, then the question is asked anew.
+            # The ledger is that of another start than the position: the starts between them are read first,
+            # then the request is repeated.
             await asyncio.to_thread(_read_put_away, folder, to, open_ledger)
             await asyncio.to_thread(to.write, _beginning(to, news))
             continue
         if news.events or news.steps or to.waits:
             await asyncio.to_thread(to.write, take_in(at, news))
-        # By the event: the launcher holds the job's lock for a while after the end, and whoever asked in that
-        # time would wait for an answer that does not come.
+        # Detected by the event: the launcher holds the job's lock for a while after the end, and a request in
+        # that time would wait for an answer that does not come.
         ended = any(entry.kind == "ended" for entry in news.events)
         if not news.more and not ended:
-            # There is no event for a commit: one for each would be a message for each step.
+            # Commits are polled: an event for each would be a message for each step.
             await asyncio.sleep(EVERY_S)
 
 
@@ -102,7 +105,7 @@ def _read_ended(folder: Path, to: Tracker, open_ledger: OpenLedger) -> None:
 
 
 def _read_put_away(folder: Path, to: Tracker, open_ledger: OpenLedger) -> None:
-    """The starts before the newest, from the tracker's own on."""
+    """Reads the starts before the newest, beginning with the one of the tracker's position."""
     runs = sorted((d for d in (folder / "runs").glob("*") if d.name.isdigit()), key=lambda d: int(d.name))
     names = []
     for run in runs:
@@ -110,9 +113,9 @@ def _read_put_away(folder: Path, to: Tracker, open_ledger: OpenLedger) -> None:
             with open_ledger(run) as store:
                 names.append((store.news(0, 0, limit=1).ledger, run))
         except UsageError:
-            continue  # refused before it had a ledger, or lost by its disk
-    # A position that is in none of these is in the newest start, or in one that is not kept any more. Of the
-    # second all that are kept came after it: names are times, and compare as text.
+            continue  # refused before it had a ledger, or lost with its disk
+    # If the position belongs to none of these, it belongs to the newest start, or to one that is not kept any
+    # more. In the second case all that are kept came after it: names are times, and compare as text.
     for name, run in names:
         if name >= to.position.ledger:
             with open_ledger(run) as store:
@@ -120,7 +123,7 @@ def _read_put_away(folder: Path, to: Tracker, open_ledger: OpenLedger) -> None:
 
 
 def read_ledger(store: Store, to: Tracker) -> None:
-    """All that a ledger has after the tracker's position."""
+    """Reads everything in a ledger after the tracker's position."""
     ledger = store.news(0, 0, limit=1)
     if ledger.ledger and ledger.ledger != to.position.ledger:
         to.write(_beginning(to, ledger))
@@ -133,6 +136,6 @@ def read_ledger(store: Store, to: Tracker) -> None:
 
 
 def _beginning(to: Tracker, news: News) -> Batch:
-    """Nothing yet, of the ledger of a later start."""
+    """An empty batch at the beginning of the ledger of a later start."""
     position = to.position.at_beginning_of(news.ledger)
     return Batch(parts=(), began_utc_s=news.began_utc_s, position=position)

@@ -20,10 +20,10 @@ TEXT_CHARS = 1000
 
 
 class JsonLines(FileTracker):
-    """Each step that counts has exactly one line, in the file's order the one that was told first.
+    """Each step that counts has exactly one line, at the place of its first commit.
 
-    A line has `kind`: `step`, `event`, or `went-back` where steps were computed again; then the lines of those before are
-    taken out of the file.
+    A line has `kind`: `step`, `event`, or `went-back` where steps were computed again; the lines of the earlier attempts
+    are then removed from the file.
     """
 
     def __init__(self, target: str, folder: Path) -> None:
@@ -44,21 +44,21 @@ class JsonLines(FileTracker):
         with (self._other if rewrites else self._path).open("wb" if rewrites else "ab") as out:
             if rewrites:
                 self._copy_what_counts(batch, out)
-            # A step that was committed twice within the batch has its first commit among the parts too.
+            # A step that was committed twice within the batch also has its first commit among the parts.
             for part in _what_counts(batch):
                 out.write(_line(part, batch.began_utc_s))
             out.flush()
             os.fsync(out.fileno())
             size = out.tell()
-        # After the lines are on the disk. Killed in between, the file is longer than its position says, and
-        # is cut back to it at the next start.
+        # After the lines are on the disk. If it is killed in between, the file is longer than its position
+        # says, and is truncated to it at the next start.
         self._kept.replace(PositionFile(position=batch.position, size_bytes=size, swaps=rewrites))
         if rewrites:
             self._swap()
 
     def _swap(self) -> None:
-        # The file is renamed after its position was kept, so the position says whether it counts. It has to be
-        # taken back before another file gets that name: half of one would count.
+        # The file is renamed after its position was kept, so the position says whether it counts. The mark
+        # must be removed before another file gets that name: an incomplete one would count.
         if self._other.exists():
             self._other.replace(self._path)
         self._kept.replace(msgspec.structs.replace(self._kept.value, swaps=False))

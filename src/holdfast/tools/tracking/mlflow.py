@@ -1,6 +1,7 @@
 """`mlflow:URI`: one run of MLflow over all starts of a job.
 
-MLflow takes nothing back. But a row of a metric is its name, time, step and value together, so what is written again with the
+MLflow cannot remove rows. But a row of a metric is its name, time, step and value together, so a row that is written
+again with the
 ledger's time is the same row. A follower that was killed between the write and its position therefore repeats nothing.
 """
 
@@ -25,11 +26,11 @@ from holdfast.tools.tracking.position import Batch, WentBack
 
 EXPERIMENT = "holdfast"
 TAG = "holdfast.run"
-"""The run's own mark: names of runs need not be unique."""
+"""The tag by which the run is found: names of runs need not be unique."""
 ROWS = 1000
-"""MLflow refuses a request of more metrics."""
+"""MLflow refuses a request with more metrics."""
 TAGS = 100
-"""MLflow refuses a request of more tags."""
+"""MLflow refuses a request with more tags."""
 TEXT_CHARS = 1000
 NEEDS = "mlflow needs the package MLflow: pip install 'holdfast-train[mlflow]'"
 
@@ -37,7 +38,7 @@ NEEDS = "mlflow needs the package MLflow: pip install 'holdfast-train[mlflow]'"
 class MLflow(FileTracker):
     """A metric for each figure of each step; tags and points of `holdfast/event` for events that a person would read.
 
-    Where the job goes back, rows of steps that count no more stay behind newer ones: MLflow can take none out. The
+    If the job goes back, rows of steps that no longer count stay, because MLflow cannot remove them. The
     metric `holdfast/went_back` has a point at each such step.
     """
 
@@ -51,10 +52,10 @@ class MLflow(FileTracker):
         tracking_uri(target)
 
     def __init__(self, uri: str, folder: Path) -> None:
-        """uri: '' is what MLFLOW_TRACKING_URI says.
+        """uri: if '', that of MLFLOW_TRACKING_URI.
 
         Raises:
-            UsageError: MLflow is missing or cannot open the URI, the URI has a password, or another follower is at it.
+            UsageError: MLflow is missing or cannot open the URI, the URI has a password, or another follower uses it.
         """
         self._uri = tracking_uri(uri)
         self._name = folder.name
@@ -92,12 +93,12 @@ class MLflow(FileTracker):
         return str(self._client.create_run(experiment, run_name=self._name, tags=tags).info.run_id)
 
     def write(self, batch: Batch) -> None:
-        """See `Tracker`. Raises UsageError: the server does not take it; the position is the one before."""
+        """See `Tracker`. Raises UsageError: the server does not accept the data; the position stays as it was."""
         rows: list[Any] = []
         tags: list[Any] = []
         marks, went_back = self._marks(batch), False
-        # Also the steps that this very batch takes back. After a kill it may come again with more behind it, and what
-        # was written of it then must not depend on that.
+        # Including the steps that this very batch takes back. After a kill it may come again with more steps
+        # at its end, and the rows that were already written must not depend on that.
         for part in batch.parts:
             if isinstance(part, NewStep):
                 step, time_s = part.row.step, batch.began_utc_s + part.row.t_s
@@ -106,11 +107,12 @@ class MLflow(FileTracker):
                     rows.append(self._row("holdfast/went_back", step, time_s, step))
                 went_back = False
             elif isinstance(part, WentBack):
-                went_back = True  # the next step is the one that it went back to
+                went_back = True  # the next step is the one to which the job went back
             elif text := _text(part):
                 at_s = batch.began_utc_s + part.t_s
                 rows.append(self._row("holdfast/event", part.seq, at_s, marks[part.seq]))
-                # Numbers begin anew with each start of the job, so its ledger is part of the name.
+                # The numbers of events start anew with each start of the job, so its ledger is part of the
+                # name.
                 start = re.sub(r"[^0-9]", "", batch.position.ledger)
                 tags.append(self._entities.RunTag(f"holdfast.event.{start}.{part.seq:06d}", text))
         try:
@@ -131,14 +133,14 @@ class MLflow(FileTracker):
                 step = part.row.step
             elif isinstance(part, LedgerEntry):
                 marks[part.seq] = known.get(part.seq, step)
-        # Kept before anything is written. Events are read at once, but steps only when they have settled. So after a
-        # kill the same events come again behind other steps, and would be other rows.
+        # Kept before anything is written. Events are read at once, but steps only when they have settled. So
+        # after a kill the same events come again after other steps, and would give other rows.
         if marks != known:
             self._kept.replace(msgspec.structs.replace(self._kept.value, marks=marks))
         return marks
 
     def _row(self, name: str, value: float, time_s: float, step: int) -> Any:
-        # Always the same for the same part of the ledger: that alone makes a second write harmless.
+        # Always the same for the same part of the ledger: only this makes a second write harmless.
         return self._entities.Metric(_metric_name(name), float(value), round(time_s * 1000), step)
 
     def _refused(self, error: Exception) -> UsageError:
@@ -149,7 +151,7 @@ class MLflow(FileTracker):
 
 
 def tracking_uri(uri: str) -> str:
-    """The one that was given, or else that of the environment. Raises UsageError: there is none, or it has a password."""
+    """The given URI, else that of the environment. Raises UsageError: there is none, or it contains a password."""
     if _has_password(uri):
         raise UsageError(
             "mlflow: the URI contains a password, which every user of the machine could see in the command line: set "
@@ -169,7 +171,7 @@ def _has_password(uri: str) -> bool:
 
 
 def _metric_name(name: str) -> str:
-    """MLflow refuses names with other characters, or that are no plain relative path."""
+    """MLflow refuses names with other characters, or that are not plain relative paths."""
     parts = [part for part in re.sub(r"[^\w\-. /]", "_", name).split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:250] or "_"
 

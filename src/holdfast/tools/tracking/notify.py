@@ -1,11 +1,12 @@
 """`holdfast notify`: tells people what they have to do, by a webhook or by a command that sends mail.
 
-What decides which events are told, and when, comes first and is pure. A matter is told once: it is then silent for hours, messages
-keep a distance, and what comes between two of them is one message, so that no storm of messages wakes anybody at night.
+The decision which events are reported, and when, comes first and is pure. A matter is reported once and then not again
+for hours. Messages keep a minimum distance, and all matters between two of them go into one message, so that no flood of
+messages wakes anybody at night.
 
 A webhook's URL is a secret. It comes from a file or from the environment, and is in no command line, ledger, log or message.
-Killed between a delivery and its note, a notifier sends that message again: each matter has an id by which a receiver can
-tell.
+If a notifier is killed between a delivery and the note of it, it sends that message again: each matter has an id by which
+a receiver can recognize duplicates.
 """
 
 from __future__ import annotations
@@ -39,34 +40,34 @@ from holdfast.tools.tracking.position import Batch
 
 _log = logging.getLogger(__name__)
 APART_S = 60.0
-"""Between two messages."""
+"""Minimum time between two messages, in seconds."""
 AGAIN_S = 6 * 3600.0
-"""The same matter is not told again before."""
+"""The same matter is not reported again within this time, in seconds."""
 MOST = 20
-"""Matters of one message; of those beyond them the number is told."""
+"""Limit on the matters in one message; for those beyond it, their number is given."""
 REMEMBERED = 256
-"""Matters that are recognized when they come again."""
+"""Number of matters that are remembered, to recognize repetitions."""
 PATIENCE_S = 600.0
-"""The longest time between two attempts to deliver."""
+"""The longest time between two attempts to deliver, in seconds."""
 TEXT_CHARS = 500
 ANSWER_S = 10.0
 LAST_ATTEMPTS = 3
 LAST_APART_S = 2.0
-"""At the job's end, between two attempts."""
+"""Time between two attempts at the job's end, in seconds."""
 OLD_S = 3600.0
-"""What happened longer before a notifier's first start is history, and no news."""
+"""Events that are older than this at a notifier's first start, in seconds, are history and are not reported."""
 MAIL_VARIABLE = "HOLDFAST_MAIL_COMMAND"
 MAIL_COMMAND = "sendmail -i -t"
 HOW = "use slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
 OF_INCIDENT = "#/incident/{incident}"
-"""How a link ends that opens the page at an incident."""
+"""The end of a link that opens the page at an incident."""
 
 
 # ---------------------------------------------------------------- matters
 
 
 def matter_of(entry: LedgerEntry, ledger: str, job: str) -> Matter | None:
-    """What a person has to do because of an event; None: nothing."""
+    """The matter in an event, if it needs a person; None: it does not."""
     fields = entry.fields
     incident = fields.get("incident")
     match entry.kind:
@@ -99,8 +100,8 @@ def _why(job: str, incident: int | None) -> str:
 
 
 def take_in(notes: Notes, matters: list[Matter], now_s: float) -> Notes:
-    """With what is new among the matters. now_s: seconds since 1970."""
-    # Forgotten after AGAIN_S: a matter that still stands then is told once more.
+    """Adds the matters that are new. now_s: seconds since 1970."""
+    # Forgotten after AGAIN_S: a matter that still exists then is reported once more.
     known = {key: at_s for key, at_s in notes.told.items() if now_s - at_s < AGAIN_S}
     new = []
     for matter in matters:
@@ -109,18 +110,18 @@ def take_in(notes: Notes, matters: list[Matter], now_s: float) -> Notes:
             known[matter.key] = now_s
     waiting = (*notes.waiting, *new)
     newest = dict(sorted(known.items(), key=lambda item: item[1])[-REMEMBERED:])
-    # What is beyond the bound is counted: whoever gets the message has to know that there is more.
+    # Matters beyond the limit are counted: the receiver has to know that there are more.
     more = notes.more + max(0, len(waiting) - MOST)
     return msgspec.structs.replace(notes, waiting=waiting[:MOST], more=more, told=newest)
 
 
 def sent(notes: Notes, now_s: float) -> Notes:
-    """After all that waited was delivered."""
+    """The notes after all waiting matters were delivered."""
     return msgspec.structs.replace(notes, waiting=(), more=0, failures=0, next_s=now_s + APART_S)
 
 
 def not_sent(notes: Notes, now_s: float) -> Notes:
-    """After an attempt that failed: each waits twice as long as the one before."""
+    """The notes after a failed attempt: each waits twice as long as the one before."""
     wait_s = min(PATIENCE_S, APART_S * 2**notes.failures)
     return msgspec.structs.replace(notes, failures=notes.failures + 1, next_s=now_s + wait_s)
 
@@ -130,36 +131,36 @@ Send = Callable[["Notification"], None]
 
 
 class NotDelivered(Exception):
-    """Why, without the address, which is a secret."""
+    """The reason why a message was not delivered, without the address, which is a secret."""
 
 
 class Notification(msgspec.Struct, frozen=True, kw_only=True):
-    """What people get: also the body of a plain webhook, as JSON."""
+    """A message to people; also the body of a plain webhook, as JSON."""
 
     job: str
     text: str
-    """All of it in words."""
+    """The whole message as text."""
     matters: tuple[Matter, ...]
     more: int
     link: str | None
 
 
 class Notifier(FileTracker):
-    """Sends messages on what a person has to do, as `matters` decides."""
+    """Sends messages about matters that need a person, as `take_in` decides."""
 
     def __init__(self, target: str, folder: Path, link: str | None = None) -> None:
-        """link: with `{job}` and `{incident}`, for whoever reads the message.
+        """link: a link for the reader of the message, with the placeholders `{job}` and `{incident}`.
 
         Raises:
-            UsageError: the target cannot be used, or another follower has it.
+            UsageError: the target cannot be used, or another follower uses it.
         """
         self._send = sender(target)
         self._job, self._link = folder.name, link
         self._first_s = time.time()
         place = folder / "tracked"
         place.mkdir(mode=0o700, exist_ok=True)
-        # A target has characters that no name of a file takes. By its hash two targets
-        # never share a position.
+        # A target contains characters that are not possible in a file name. With its hash as the name, two
+        # targets never share a position.
         key = hashlib.sha256(target.encode()).hexdigest()[:16]
         super().__init__(place / f"notify-{key}.position")
 
@@ -168,7 +169,7 @@ class Notifier(FileTracker):
 
     @property
     def waits(self) -> bool:
-        """Something is to be sent that is not due yet."""
+        """Whether there are messages that are not due yet."""
         return bool(self._notes.waiting)
 
     @property
@@ -176,12 +177,13 @@ class Notifier(FileTracker):
         return self._kept.value.notes
 
     def write(self, batch: Batch) -> None:
-        """See `Tracker`. Raises UsageError at the job's end: something could not be delivered; it is kept."""
+        """See `Tracker`. Raises UsageError at the job's end if a message could not be delivered; it is kept."""
         events = [part for part in batch.parts if isinstance(part, LedgerEntry)]
         found = [m for x in events if (m := matter_of(x, batch.position.ledger, self._job))]
         if self._is_new:
             found = [m for m in found if _utc_s(m) > self._first_s - OLD_S]
-        # Kept before it is sent. Killed in between, the next follower has it; in the other order nobody would.
+        # Kept before it is sent. If it is killed in between, the next follower sends it; in the other order
+        # it would be lost.
         self._keep(take_in(self._notes, found, time.time()), batch)
         ended = any(entry.kind == "ended" for entry in events)
         if ended:
@@ -190,7 +192,7 @@ class Notifier(FileTracker):
             self._deliver(batch)
 
     def _deliver_last(self, batch: Batch) -> None:
-        """Nothing comes after this, so it is sent now, and not after the usual time."""
+        """Sends the rest at once, without the usual delay, because nothing comes after this."""
         for attempt in range(LAST_ATTEMPTS):
             if not self._notes.waiting or self._deliver(batch):
                 return
@@ -236,18 +238,19 @@ class Notifier(FileTracker):
     def _link_of(self, matter: Matter) -> str | None:
         if self._link is None:
             return None
-        # Replaced and not formatted: a format string of a user's could read attributes.
+        # Replaced and not formatted: a user's format string could read attributes.
         incident = "" if matter.incident is None else str(matter.incident)
-        # A matter of no incident opens the page as a whole: this place would be that of none.
+        # A matter without an incident opens the whole page: there is no incident to which this part could
+        # point.
         link = self._link if incident else self._link.removesuffix(OF_INCIDENT)
         return link.replace("{job}", self._job).replace("{incident}", incident)
 
 
 def sender(target: str) -> Send:
-    """Of `slack:FILE`, `slack:env:NAME`, `webhook:...` or `mail:ADDRESS`.
+    """The sender for `slack:FILE`, `slack:env:NAME`, `webhook:...` or `mail:ADDRESS`.
 
     Raises:
-        UsageError: there is no such target, or what it names cannot be used.
+        UsageError: there is no such target, or the file, variable or command that it needs cannot be used.
     """
     kind, _, where = target.partition(":")
     if kind in ("slack", "webhook") and where:
@@ -267,7 +270,7 @@ def sender(target: str) -> Send:
 
 
 def _harmless(target: str) -> str:
-    """Without what may be a secret that was written here by mistake."""
+    """The target without a part that may be a secret, written here by mistake."""
     return target.partition(":")[0] + ":..." if "//" in target else target
 
 
@@ -297,7 +300,7 @@ def _secret_url(kind: str, where: str) -> str:
 
 
 def _slack(message: Notification) -> dict[str, str]:
-    # Causes are words of strangers: their brackets would be links and mentions.
+    # Causes contain text of others, whose brackets would become links and mentions.
     text = message.text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return {"text": text}
 
@@ -307,22 +310,22 @@ async def _post(url: str, body: Any) -> None:
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            # Not where it is sent on to: the secret is in the path, and the answer is whoever's.
+            # Redirects are not followed: the secret is in the path, and the redirect may lead anywhere.
             session.post(url, json=body, allow_redirects=False) as answer,
         ):
             if answer.status >= 300:
                 raise NotDelivered(f"the webhook answers {answer.status}")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        # Only the kind of the error: its words have the URL, which is a secret.
+        # Only the type of the error: its text contains the URL, which is a secret.
         raise NotDelivered(f"the webhook does not answer ({type(error).__name__})") from None
 
 
 def _mail(command: list[str], to: str, message: Notification) -> None:
     mail = EmailMessage()
     mail["To"] = to
-    # The first line alone: a header with a line break is refused, or would begin another header.
+    # Only the first line: a header with a line break is refused, or would begin another header.
     mail["Subject"] = f"[holdfast] {message.text.partition(chr(10))[0]}"
-    # The same for the same matters: one that is sent again after a kill is one mail for the reader.
+    # Equal for the same matters: a mail that is sent again after a kill is one mail for the reader.
     ids = "\n".join([message.job, *(matter.id for matter in message.matters)])
     mail["Message-ID"] = f"<{hashlib.sha256(ids.encode()).hexdigest()[:32]}@holdfast>"
     mail.set_content(message.text)

@@ -1,7 +1,7 @@
 """`otlp:URL`: a trace for each incident, start and checkpoint, to an OpenTelemetry collector, as OTLP over HTTP in JSON.
 
-A trace is made when its incident is over, out of the ledger: a span that is open across a fault would be lost with the process
-that has it. Ids are made of the ledger's name and the incident's number, so what is sent again is the same trace.
+A trace is made from the ledger when its incident is over: a span that is open across a fault would be lost with its
+process. Ids are derived from the ledger's name and the incident's number, so sending it again gives the same trace.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 ANSWER_S = 10.0
 ATTEMPTS = 4
 APART_S = 1.0
-"""After the first attempt; twice as long after each other one."""
+"""Pause after the first attempt, in seconds; doubled after each further one."""
 MOST_OPEN = 64
-"""Incidents of which facts are kept until they close; those that have been open for longest are given up."""
+"""Number of incidents whose facts are kept until they close; beyond it, those that have been open for longest are
+dropped."""
 MOST_EVENTS = 16
 MOST_NODES = 256
 TEXT_CHARS = 200
@@ -47,16 +48,16 @@ OK, ERROR = 1, 2
 INTERNAL = 1
 """Kind of the spans."""
 START = "start"
-"""Stands for the number of an incident in the ids of a start's trace."""
+"""Takes the place of the number of an incident in the ids of a start's trace."""
 _MARKS = {"worker-started": "workers", "formed": "formed", "started": "formed"}
 _SENT = "sent"
 
 
 class Trace(NamedTuple):
-    """One trace: its root, what it was made of in time, and what is known of it."""
+    """A trace: its root, its parts, and its attributes."""
 
     of: str
-    """What its ids are made of, beside the ledger's name."""
+    """The value from which its ids are derived, together with the ledger's name."""
     root: Span
     parts: tuple[Span, ...]
     attributes: Mapping[str, Any]
@@ -64,10 +65,10 @@ class Trace(NamedTuple):
 
 
 def hear(marks: Mapping[str, float], part: LedgerEntry | NewStep) -> tuple[dict[str, float], Trace | None]:
-    """What is known of the start with one more part of the ledger, and its trace once it has made its first step.
+    """Updates what is known of the start with one more part of the ledger; also returns its trace after its first step.
 
-    marks: when what came first, in seconds since the job's start. Of a start that ended before a step there is a trace that
-    says so.
+    marks: the times of the first events of each kind, in seconds since the job's start. A start that ended before its first
+    step has a trace that is marked as failed.
     """
     known = dict(marks)
     if _SENT in known:
@@ -85,7 +86,7 @@ def hear(marks: Mapping[str, float], part: LedgerEntry | NewStep) -> tuple[dict[
 
 def _start(known: Mapping[str, float], end_s: float, is_good: bool) -> Trace:
     begin_s = known.get("begin", 0.0)
-    # Each part ends where the next one begins. One whose end is not known reaches to the end of all.
+    # Each part ends where the next one begins. A part without a known end extends to the end of the whole.
     edges = [("nodes", begin_s), ("build", known.get("workers")), ("first_step", known.get("formed"))]
     there = [(name, at_s) for name, at_s in edges if at_s is not None]
     ends = [at_s for _, at_s in there[1:]] + [end_s]
@@ -94,7 +95,7 @@ def _start(known: Mapping[str, float], end_s: float, is_good: bool) -> Trace:
 
 
 def checkpoint(entry: LedgerEntry) -> Trace | None:
-    """Of a checkpoint that is complete; None: nobody measured when it began."""
+    """The trace of a complete checkpoint; None if the time of its beginning was not measured."""
     took_s = entry.fields.get("took_s")
     if entry.kind != "saved" or took_s is None:
         return None
@@ -115,10 +116,10 @@ class Otlp(FileTracker):
         traces_url(target)
 
     def __init__(self, url: str, folder: Path) -> None:
-        """url: of the collector; '' is what the variables of OpenTelemetry say.
+        """url: that of the collector; if '', that of OpenTelemetry's variables.
 
         Raises:
-            UsageError: there is no usable URL, or another follower has it.
+            UsageError: there is no usable URL, or another follower uses it.
         """
         self._url = traces_url(url)
         self._job = folder.name
@@ -131,10 +132,10 @@ class Otlp(FileTracker):
         self._headers = _headers()
 
     def write(self, batch: Batch) -> None:
-        """See `Tracker`. Raises UsageError: nobody takes the spans; the position is the one before."""
+        """See `Tracker`. Raises UsageError: the spans were not accepted; the position stays as it was."""
         incidents = self._kept.value.told
         if batch.position.ledger != self.position.ledger:
-            incidents = OpenIncidents()  # incidents of another start have numbers of their own
+            incidents = OpenIncidents()  # another start has incidents with numbers of its own
         spans: list[dict[str, Any]] = []
         made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
         for part in batch.parts:
@@ -147,8 +148,8 @@ class Otlp(FileTracker):
                 marks, begun = hear(incidents.start, part)
                 incidents = msgspec.structs.replace(incidents, start=marks)
                 spans += made.trace(begun) if begun is not None else []
-        # Sent before the position is kept: killed in between, the next follower sends
-        # spans with the same ids.
+        # Sent before the position is kept: if it is killed in between, the next follower sends spans with the
+        # same ids.
         if spans:
             self._send(_request(spans, self._job, batch.position.ledger))
         incidents = _without_closed(incidents)
@@ -156,7 +157,7 @@ class Otlp(FileTracker):
 
     def _spans_of(self, incidents: OpenIncidents, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
         over = [entry.fields["id"]] if entry.kind in _OVER else []
-        # Nothing comes after the end, so incidents that are open are sent as far as they came.
+        # Nothing comes after the end, so open incidents are sent up to there.
         over = list(incidents.facts) if entry.kind == "ended" else over
         return [
             span
@@ -170,7 +171,7 @@ class Otlp(FileTracker):
 
 
 def _with_patience(send: Callable[[], str | None]) -> None:
-    """send: returns why it did not work."""
+    """Calls `send` until it succeeds. send: returns the reason of a failure, or None."""
     why: str | None = None
     for attempt in range(ATTEMPTS):
         if (why := send()) is None:
@@ -192,12 +193,13 @@ async def _post(url: str, headers: Mapping[str, str], body: bytes) -> str | None
         ):
             return None if answer.status < 300 else f"it answers {answer.status}"
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        # Only the kind of the error: its words have the URL, and that may have a password.
+        # Only the type of the error: its text contains the URL, which may contain a password.
         return f"no answer ({type(error).__name__})"
 
 
 def traces_url(url: str) -> str:
-    """Where spans go, by the rules of OpenTelemetry: a variable for traces is the whole URL, another one is its beginning."""
+    """The URL for spans, by the rules of OpenTelemetry: the variable for traces is the whole URL, the general one its
+    beginning."""
     whole_url = os.environ.get(TRACES_ENDPOINT, "") if not url else ""
     base = url or os.environ.get(ENDPOINT, "")
     found = whole_url or (base.rstrip("/") + "/v1/traces" if base else "")
@@ -218,7 +220,7 @@ def traces_url(url: str) -> str:
 
 
 def _headers() -> dict[str, str]:
-    """`name=value,name=value`, each value as in a URL."""
+    """Parses `name=value,name=value`, where values are quoted as in a URL."""
     pairs = (pair.partition("=") for pair in os.environ.get(HEADERS, "").split(",") if "=" in pair)
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
@@ -227,8 +229,13 @@ def _headers() -> dict[str, str]:
 
 
 def _with_event(incidents: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
-    """With what an event says of an incident."""
-    facts, about, before, closed = dict(incidents.facts), dict(incidents.about), dict(incidents.before), set(incidents.closed)
+    """The state updated with an event."""
+    facts, about, before, closed = (
+        dict(incidents.facts),
+        dict(incidents.about),
+        dict(incidents.before),
+        set(incidents.closed),
+    )
     fields = entry.fields
     if entry.kind in ABOUT_INCIDENTS and fields["id"] in facts:
         facts[fields["id"]] = dict(facts[fields["id"]])
@@ -236,7 +243,7 @@ def _with_event(incidents: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
     if entry.kind in FACTS:
         number = fields["id"]
         if entry.kind == "incident-opened" and (node := fields.get("node")):
-            # Of the node's incident before, for a link. The newest node is the last.
+            # The previous incident of the node, for a link. The newest node is the last entry.
             previous = incidents.nodes.get(node)
             if previous is not None and previous != number:
                 before[number] = previous
@@ -249,7 +256,7 @@ def _with_event(incidents: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
         about[number] = (*about.get(number, ()), (entry.t_s, entry.kind, text))[:MOST_EVENTS]
     nodes = dict(incidents.nodes)
     if entry.kind == "incident-opened" and (node := fields.get("node")):
-        # Taken out and put in anew: the order is that of the newest incident, and the bound drops the oldest.
+        # Removed and added again: the order is that of the newest incidents, and the limit drops the oldest.
         nodes.pop(node, None)
         nodes[node] = fields["id"]
         nodes = dict(list(nodes.items())[-MOST_NODES:])
@@ -260,7 +267,7 @@ def _with_event(incidents: OpenIncidents, entry: LedgerEntry) -> OpenIncidents:
 
 
 def _without_closed(incidents: OpenIncidents) -> OpenIncidents:
-    """Without those that were sent. One that is opened again tells its facts again."""
+    """The state without incidents that were sent. If one of them is opened again, its event has all facts again."""
     return msgspec.structs.replace(
         incidents,
         closed=frozenset(),
@@ -277,7 +284,7 @@ class Made(msgspec.Struct, frozen=True):
     began_utc_s: float
 
     def spans(self, incidents: OpenIncidents, number: int) -> list[dict[str, Any]]:
-        """The incident and its phases; none of one that began nobody knows when."""
+        """The incident and its phases; none if the time of its beginning is not known."""
         facts = incidents.facts[number]
         span = whole(facts)
         if span is None:
@@ -314,7 +321,7 @@ class Made(msgspec.Struct, frozen=True):
         return [known, *children]
 
     def trace(self, one: Trace) -> list[dict[str, Any]]:
-        """A start or a checkpoint, and its parts."""
+        """The spans of a start or a checkpoint, and of its parts."""
         root = span_id(self.ledger, one.of, one.root.name)
         whole_span = self._span(one.of, root, "", f"holdfast.{one.root.name}", one.root)
         whole_span["attributes"] = _attributes({"is_goodput_span": False, **one.attributes})
@@ -337,7 +344,7 @@ class Made(msgspec.Struct, frozen=True):
         }
 
     def _nano(self, at_s: float) -> str:
-        # In text: JSON's numbers do not have so many digits.
+        # As text: the numbers of JSON lack the precision.
         return str(round((self.began_utc_s + at_s) * 1e9))
 
 
@@ -363,7 +370,7 @@ def _described(number: int, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As OTLP writes them. What is not known is left out."""
+    """Attributes in OTLP's form. Unknown values are left out."""
     return [{"key": key, "value": _value(x)} for key, x in values.items() if x is not None]
 
 
@@ -373,7 +380,8 @@ def _value(value: Any) -> dict[str, Any]:
         case bool():
             return {"boolValue": value}
         case int():
-            # As text: the JSON form of OTLP has 64-bit integers so, since readers of JSON may round them.
+            # As text: the JSON form of OTLP requires this for 64-bit integers, because JSON readers may round
+            # them.
             return {"intValue": str(value)}
         case float():
             return {"doubleValue": value}

@@ -1,7 +1,8 @@
-"""How far a tracker has read a job's ledger, and what comes next for it. Pure.
+"""The position of a tracker in a job's ledger, and the parts that come next for it. Pure.
 
-A ledger numbers its events and the commits that count. A commit that replaces another one gets a new number, so whoever has
-read up to a number finds everything new after it, also steps that the job went back to.
+A ledger numbers its events and the commits that count. A commit that replaces another one gets a new number, so a
+reader that has read up to a
+number finds everything new after it, including steps to which the job went back.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from holdfast.coordinator.service.store import LedgerEntry, News, NewStep
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker has. Kept beside what it wrote, and replaced together with it."""
+    """How far a tracker has read. Stored next to its output, and replaced together with it."""
 
     ledger: str = ""
-    """Of which ledger `seq` and `place` are: each start of the job has another one."""
+    """The ledger to which `seq` and `place` belong: each start of the job has a new one."""
     seq: int = 0
     """Number of the newest event."""
     place: int = 0
@@ -25,40 +26,41 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """The highest step that the tracker has now; null: none."""
     made_in: int = 0
-    """The newest generation of which it has a commit."""
+    """The newest generation from which it has a commit."""
     begins: bool = False
-    """Nothing of this ledger's steps was read yet. Its first step may be below `step`: a start resumes from a save."""
+    """No steps of this ledger were read yet. Its first step may be below `step`, because a start resumes from a save."""
 
     def at_beginning_of(self, ledger: str) -> Position:
-        """Before everything of the ledger of a later start."""
+        """The position before the first entry of the ledger of a later start."""
         return Position(ledger=ledger, step=self.step, begins=True)
 
 
 @dataclass(frozen=True)
 class WentBack:
-    """The steps from `step` on count no more: the job computes them again."""
+    """The steps from `step` on no longer count: the job computes them again."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a tracker is given at once, in the order of the ledger's time, and its position afterwards."""
+    """The parts that a tracker is given at once, in the order of the ledger's time, and its position afterwards."""
 
     parts: tuple[NewStep | LedgerEntry | WentBack, ...]
     began_utc_s: float
-    """Times of the parts count from here."""
+    """The times of the parts count from this moment."""
     position: Position
 
 
 def take_in(position: Position, news: News) -> Batch:
-    """What is new for a tracker at this position of this ledger."""
+    """The batch that is new for a tracker at this position of this ledger."""
     highest, made_in, begins = position.step, position.made_in, position.begins
     steps: list[tuple[float, NewStep | WentBack]] = []
     for new in news.steps:
         step = new.row.step
-        # A step below the highest is one of two. A newer generation computes it: then the job went back to it. Or
-        # its word came late. All that was told before the newer generation's word is older, so it counts no more.
+        # A step below the highest is one of two cases. If a newer generation computed it, the job went back
+        # to it. Otherwise its report was late. All reports before the newer generation's are older, so those
+        # steps no longer count.
         if highest is not None and step <= highest and (new.made_in > made_in or begins):
             steps.append((new.row.t_s, WentBack(step)))
             highest = None

@@ -1,8 +1,8 @@
 """`tensorboard:DIR`: event files, written by tensorboardX, which needs neither TensorFlow nor torch.
 
-TensorBoard cannot change what it has read. But a file may begin with the word that everything from a step on counts no more
-(`SessionLog.START`), and every reader drops that. So each follower begins a file at its position, and one more whenever the job goes
-back.
+TensorBoard cannot change what it has read. But a file may begin with a mark that everything from a step on no longer
+counts (`SessionLog.START`), and every reader drops that part. So each follower begins a file at its position, and another
+one whenever the job goes back.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 EVENTS = "events"
-"""The run of its own, below the folder, in which what happened is text. Its step is the number in the ledger."""
+"""A run of its own, below the folder, with the events as text. Its steps are the numbers in the ledger."""
 TEXT_CHARS = 1000
 
 
 class TensorBoard(FileTracker):
     """A scalar for each figure of each step, and a text for each event that a person would read.
 
-    A step whose word came late, after a higher one, may be there twice if the follower was killed as it wrote it.
+    A step that was reported late, after a higher one, may be there twice if the follower was killed while it wrote it.
     """
 
     needs_module = "tensorboardX"
@@ -77,13 +77,14 @@ class TensorBoard(FileTracker):
             raise UsageError(
                 "tensorboard needs the package tensorboardX: pip install 'holdfast-train[tensorboard]'"
             ) from None
-        # Readers take files in the order of their names, which have whole seconds. The number keeps those of one second apart.
+        # Readers take files in the order of their names, which have whole seconds. The number distinguishes
+        # those of one second.
         number = self._kept.value.files + 1
         self._kept.replace(msgspec.structs.replace(self._kept.value, files=number))
         return SummaryWriter(str(folder), purge_step=step, filename_suffix=f".{number:08d}")
 
     def _run_of(self, position: Position) -> Path:
-        # Of its own for each start of the job: numbers of events begin anew with it.
+        # A separate one for each start of the job: the numbers of events start anew with it.
         return self._folder / EVENTS / position.ledger.replace(":", "")
 
 

@@ -1,8 +1,10 @@
-"""`wandb:PROJECT`: Weights & Biases, offline: files for `wandb sync`, in segments that are whole or not there.
+"""`wandb:PROJECT`: Weights & Biases, offline: files for `wandb sync`, in segments that are either complete or absent.
 
-W&B ignores a smaller step, and says nothing of when a row is on the disk. So rows have a running number as W&B's step and the
-job's step as an axis of its own. A segment is a folder that W&B has finished; the position is kept after that. What a killed
-follower left of a segment is removed, and read again from the ledger.
+W&B ignores a step that is smaller than an earlier one, and does not tell when a row is on the disk. So rows have a
+running number as W&B's step and the
+job's step as an axis of its own. A segment is a folder that W&B has finished; the position is kept after that. The
+incomplete segment of a killed
+follower is removed, and its rows are read again from the ledger.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from holdfast.tools.tracking.base import FileTracker, figures
 from holdfast.tools.tracking.position import Batch, Position, WentBack
 
 ROWS = 5000
-"""After so many rows a segment is finished."""
+"""A segment is finished after this many rows, ..."""
 SEGMENT_S = 600.0
-"""Or after so long: each segment costs seconds of a processor."""
+"""... or after this many seconds: each segment costs seconds of a processor."""
 TEXT_CHARS = 1000
 NEEDS = "wandb needs the package W&B: pip install 'holdfast-train[wandb]'"
 
 
 class WeightsAndBiases(FileTracker):
-    """A row for each step that counts, and for each event that a person would read; `holdfast/attempt` counts goings back."""
+    """A row for each step that counts, and for each event that a person would read; `holdfast/attempt` increases when
+    the job goes back."""
 
     needs_module = "wandb"
 
@@ -52,17 +55,17 @@ class WeightsAndBiases(FileTracker):
         self._rows: list[dict[str, Any]] = []
         self._began_s = time.monotonic()
         self._at, self._attempt = self._kept.value.position, self._kept.value.attempts
-        # The follower before was killed while it wrote this one.
+        # Left by an earlier follower that was killed while it wrote this segment.
         shutil.rmtree(self._segment(), ignore_errors=True)
 
     @property
     def position(self) -> Position:
-        """What was taken in; what is kept is behind it by a segment."""
+        """The position of the rows that were received; the kept position is behind it by up to a segment."""
         return self._at
 
     @property
     def waits(self) -> bool:
-        """Rows that are not in a segment yet."""
+        """Whether there are rows that are not in a segment yet."""
         return bool(self._rows)
 
     def write(self, batch: Batch) -> None:
@@ -99,11 +102,11 @@ class WeightsAndBiases(FileTracker):
         kept = self._kept.value
         if self._rows:
             folder = self._segment()
-            # It must be new: into a folder that is there W&B would write beside what
-            # another process has left.
+            # It must be new: if the folder exists, W&B writes into it next to the files that another process
+            # left.
             folder.mkdir()
             self._log(folder, kept.rows)
-        # Only after W&B has finished the file. Until then the ledger alone surely has these rows.
+        # Only after W&B has finished the file. Until then, only the ledger certainly has these rows.
         self._kept.replace(
             msgspec.structs.replace(
                 kept,
