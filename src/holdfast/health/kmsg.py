@@ -103,7 +103,7 @@ class Kmsg:
         self.overrun = 0
 
     def fileno(self) -> int:
-        """For the event loop."""
+        """The descriptor, for the event loop."""
         return self._fd
 
     def lines(self) -> list[LogLine]:
@@ -179,7 +179,7 @@ class KmsgFile:
         self._rest = b""
 
     def lines(self) -> list[LogLine]:
-        """What was appended since. A record is complete with its newline."""
+        """The records that were appended since the last call. A record is complete with its newline."""
         data = self._rest + self._file.read()
         # The writer may be in the middle of a record.
         whole, newline, self._rest = data.rpartition(b"\n")
@@ -212,7 +212,7 @@ class Journal:
         self._rest = b""
 
     def fileno(self) -> int:
-        """For the event loop."""
+        """The descriptor, for the event loop."""
         return self._out.fileno()
 
     def lines(self) -> list[LogLine]:
@@ -285,7 +285,7 @@ _STAMP = re.compile(
     """
 )
 _CONTAINER = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) (?:stdout|stderr) [FP] ")
-"""What a container runtime writes before each line (Kubernetes' CRI log format)."""
+"""The prefix that a container runtime writes before each line (Kubernetes' CRI log format)."""
 
 
 def printed_lines(text: str) -> list[str]:

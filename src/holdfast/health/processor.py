@@ -61,7 +61,7 @@ def _pressure(path: Path, line: str) -> float | None:
 
 
 class Processes:
-    """Processes that hang in the kernel, zombies, and how many more processes, threads and open files the limits allow."""
+    """Processes that hang in the kernel, zombies, and how much of the limits on processes and open files is used."""
 
     name = "proc"
     every_s = PROCESSES_S

@@ -45,7 +45,7 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     code: str = ""
     """Its entry in that table."""
     variant: str = ""
-    """A pattern for what the line says beside the code, or the name of the group that matched."""
+    """A pattern for the rest of the line beside the code, or the name of the group that matched."""
     reading: str = ""
     """The reading's name."""
     unknown: bool = False

@@ -17,18 +17,17 @@ from holdfast.health.samples import LogLine, Reading
 
 
 class Source(Protocol):
-    """Reads values when it is asked to, every `every_s` seconds (whole seconds: what is due together costs one
-    wake-up).
+    """Reads values when it is asked to, every `every_s` seconds (whole seconds, so that several sources share one wake-up).
 
-    `read` returns everything that the source knows of now. It raises nothing: what cannot be read now is a Reading with
-    value None and `why`; what the machine does not have gives no Reading. Lines among the readings are allowed, for
-    sources that collect events (NVML's, DCGM's).
+    `read` returns all present values of the source. It raises nothing: a value that cannot be read now is a Reading with
+    value None and `why`; a property that the machine does not have gives no Reading. Lines among the readings are allowed,
+    for sources that collect events (NVML's, DCGM's).
 
-    One that the kernel or a driver wakes has a method `fileno() -> int`, too: readable when there is news before the
-    period is over, -1 when there never is. `read` is called then as well, and may give only what is new.
+    A source that the kernel or a driver wakes also has a method `fileno() -> int`: readable when there is something new before
+    the period is over, -1 if there never is. `read` is then called as well, and may return only the new values.
 
-    One that has a thread of its own has a method `trouble() -> str`, which says at once why that thread watches no more;
-    empty: it does.
+    A source with a thread of its own has a method `trouble() -> str`, which returns at once why that thread watches no more;
+    empty: it still does.
     """
 
     @property

@@ -560,7 +560,7 @@ def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
 
 
 def advice(reason: str, blame: RootCauseView) -> str:
-    """What a person can do about it."""
+    """Advice for a person on what to do about the failure."""
     evidence = f"{blame.cause} {blame.traceback}"
     for pattern, text in _ADVICE:
         if re.search(pattern, reason) or re.search(pattern, evidence):

@@ -268,7 +268,7 @@ class SimulatedHost:
         """Ends the streams; no more requests will follow."""
         self._news.end()
 
-    # ------------------------------------------------------------ what the page adds for a simulated job
+    # ------------------------------------------------------------ additions to the page of a simulated job
 
     def facts(self) -> dict[str, Any]:
         """The fields of the panel `now` about the simulation."""

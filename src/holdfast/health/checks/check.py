@@ -21,7 +21,7 @@ class CannotCheck(Exception):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be checked."""
+    """A request to run checks, as it is passed to the child process."""
 
     node: str = ""
     host: str = "127.0.0.1"
@@ -56,7 +56,7 @@ class CheckProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Check = Callable[[Task], Iterable[CheckResult]]
-"""What an entry point of the group `holdfast.checks` names."""
+"""A check: the function that an entry point of the group `holdfast.checks` names."""
 
 
 def attempt(name: str, check: Check, task: Task) -> list[CheckResult]:

@@ -25,14 +25,14 @@ LATENCY_FLOOR_S = 50e-6
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a pair of nodes measured."""
+    """The measurement of a pair of nodes."""
 
     bytes_per_s: float | None
     """In the slower direction. 0: the two nodes did not reach each other. None: it could not be tried."""
     latency_s: float = 0.0
     """Round-trip time; 0: not measured."""
     why: str = ""
-    """What went wrong."""
+    """The reason of a failure."""
     damaged: bool = False
     """Bytes arrived changed."""
 

@@ -1,4 +1,4 @@
-"""Memory: its speed, and whether it gives back what was put into it."""
+"""Memory: its speed, and whether data is read back as it was written."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class ServerReady(msgspec.Struct, frozen=True):
 
 
 class ClientResult(msgspec.Struct, frozen=True):
-    """What the client of a turn measured."""
+    """The measurement of the client in a turn."""
 
     bytes_per_s: float | None
     """0: nothing arrived; None: it could not be measured."""

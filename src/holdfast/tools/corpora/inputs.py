@@ -1,4 +1,4 @@
-"""What `holdfast data build` reads: text, JSON lines and Parquet, in units that can be read in parallel.
+"""The input of `holdfast data build`: text, JSON lines and Parquet, in units that can be read in parallel.
 
 A unit is one large span or several small ones. A span is a range of bytes of a file of lines (it contains the lines
 that begin in the range), a range of row groups of a Parquet file, or a whole file. The result does not depend on how

@@ -296,7 +296,7 @@ class LiveCluster(Cluster):
         joined = worker.joined_generation == state.membership.number
         return "t" if worker.phase is WorkerPhase.MEMBER and joined else "r"
 
-    # ------------------------------------------------------------ what a person does to it
+    # ------------------------------------------------------------ faults that a person injects
 
     def strike(self, target: str, kind: str, dry: bool = False) -> str:
         """Injects a fault now, and returns a description of its target. dry: only returns the description.
