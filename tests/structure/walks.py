@@ -244,7 +244,7 @@ engines/launcher:Launcher._watch by JobClient
                                 protocol/ledger:WorkerExited.sentence
                                 protocol/units:clip_words
                                 observe/printable:printable
-                        observe/live:PlainView._say
+                        observe/live:PlainView._print
 """,
     forms="""
 protocol/messages:Exited agent/coordinator_link:Letter coordinator/kernel/events:NodeSays

@@ -129,8 +129,9 @@ def odd_ones(groups: list[StackGroup]) -> Odd | None:
     """Finds the workers that the others wait for, from their stacks alone.
 
     If some workers wait in a collective and fewer do not, it is those that do not. If all wait, or none does, it is the
-    workers that are elsewhere, provided that more than half are at one place. A waiting worker is never suspected while
-    the majority does not wait. Of two workers, only one that does not wait can be singled out.
+    workers that are elsewhere, provided that more than half are at one place. If the
+    largest group does not wait, waiting workers are not suspected. Of two workers, only one that does not wait can be
+    singled out.
     """
     total = sum(len(g.workers) for g in groups)
     busy = [g for g in groups if not g.waits]

@@ -45,7 +45,7 @@ class LogSources:
                     holders.append(worker)
 
     def chosen(self) -> dict[Path, str]:
-        """The logs to show, each with its label, in the order in which their workers got the rank."""
+        """The logs to show, each with its label. Of a rank or a node the oldest worker comes first, else they go by rank."""
         if self._rank is not None:
             workers = self._holders.get(self._rank, [])
         elif self._node is not None:

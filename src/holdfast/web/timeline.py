@@ -119,7 +119,7 @@ class JobTimeline:
         self.findings: deque[dict[str, Any]] = deque(maxlen=FINDINGS_KEPT)
         """Findings of health rules, oldest first: the fields, with `seq` and `t_s`."""
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
-        """The entries of `entries` whose kinds are decisions; kept longer."""
+        """Entries, in the form of those in `entries`, whose kinds are decisions; more of them are kept."""
         self.checkpoints: deque[dict[str, Any]] = deque(maxlen=CHECKPOINTS_KEPT)
         self.entries: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
         """The newest entries: seq, t_s, kind, fields, and a reason if an earlier entry gives one."""
