@@ -229,9 +229,8 @@ class Cluster:
 
     # ------------------------------------------------------------ in and out of the core
 
-    def tell(self, events: list[e.Event], starting: bool = False) -> None:
-        """Passes the events of this moment to the core, and carries out its decisions. starting: these
-        events are of nodes or workers that start; it has no effect."""
+    def tell(self, events: list[e.Event]) -> None:
+        """Passes the events of this moment to the core, and carries out its decisions."""
         core = self.core
         # Steps are not reported one by one. Before the core gets any other event it has to know the progress
         # of training, or it would resolve to an older step.
@@ -400,7 +399,7 @@ class Cluster:
                 place=self.stands(machine),
             )
             hellos.append(e.NodeJoined(hello))
-        self.tell(hellos, starting=True)
+        self.tell(hellos)
 
     def stands(self, machine: SimulatedMachine) -> NodePlace:
         """The place of a machine that the core gets. Empty in a trial: machines take turns in the names of its nodes."""
@@ -422,7 +421,7 @@ class Cluster:
                 break
             machine, name = heapq.heappop(heap)[3]
         if events:
-            self.tell(events, starting=True)
+            self.tell(events)
 
     def order_nodes(self) -> None:
         """Orders nodes that the core asked for. The engine remembers its orders: a repeated request for a node on its

@@ -42,7 +42,7 @@ class TrialView(Protocol):
         """Calls `call(*args)` at a time."""
         ...
 
-    def tell(self, events: list[e.Event], starting: bool = False) -> None:
+    def tell(self, events: list[e.Event]) -> None:
         """Passes the events of this moment to the core, and carries out its decisions."""
         ...
 
