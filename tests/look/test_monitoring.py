@@ -136,7 +136,10 @@ GPU = {"utilization": "91", "power": "350000", "memory_used": "5000000000"}
 OVER = (
     "holdfast_step > 0 and on (instance) holdfast_open_incidents == 0"
     ' and on (instance) holdfast_events_total{{kind="incident-opened"}} == {n}'
+    ' and on (instance) sum by (instance) (holdfast_events_total{{kind=~"incident-(closed|settled)"}}) == {n}'
 )
+"""Open incidents are of the coordinator's state, what they took of its ledger, which is written a moment later: an incident that
+follows in that moment would take the exemplar's place before it is scraped."""
 NEVER_HERE = {"Findings without action"}
 """Panels of what does not happen to this job."""
 
