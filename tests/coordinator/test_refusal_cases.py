@@ -189,8 +189,8 @@ def test_where_another_worker_got_ready_it_is_the_nodes_failure():
 
 
 def test_who_was_to_end_anyway_decides_nothing():
-    assert refuses_the_job(True, False, False, [WorkerPhase.ATTACHED, WorkerPhase.GONE])
-    assert not refuses_the_job(True, True, False, [WorkerPhase.ATTACHED])
+    assert refuses_the_job(True, False, False, False)
+    assert not refuses_the_job(True, True, False, False)
 
 
 def test_a_spare_that_refuses_beside_the_first_step_ends_nothing():

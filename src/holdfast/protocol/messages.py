@@ -8,6 +8,7 @@ the coordinator needs to know, tagged with the worker's name. Times are seconds;
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -54,8 +55,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Which shard of the state it holds; 0 where a replica is one worker."""
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the membership."""
+class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One version of the membership.
+
+    It is asked for one member at a time, of thousands: what is found for that is kept beside the fields (`dict=True`).
+    """
 
     number: int
     """Counts from 1 on."""
@@ -90,11 +94,31 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     def replica_group(self, shard_index: int) -> tuple[int, ...]:
         """The ranks that hold this shard."""
         # Also those beside the replicas: they hold the same bytes, so they may be donors and savers.
-        return tuple(m.rank for m in self.members if m.shard_index == shard_index)
+        return self._replica_groups.get(shard_index, ())
+
+    @cached_property
+    def _replica_groups(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for member in self.members:
+            found.setdefault(member.shard_index, []).append(member.rank)
+        return {shard_index: tuple(ranks) for shard_index, ranks in found.items()}
+
+    def replica_members(self, replica: int) -> tuple[Member, ...]:
+        """Those of a complete replica."""
+        return self.members[replica * self.shard_count : (replica + 1) * self.shard_count]
+
+    def member(self, worker: str) -> Member | None:
+        """Of this name; None: it is no member."""
+        return self._by_worker.get(worker)
+
+    @cached_property
+    def _by_worker(self) -> dict[str, Member]:
+        return {member.worker: member for member in self.members}
 
     def rank_of(self, worker: str) -> int | None:
         """The worker's rank; None when it is not a member."""
-        return next((m.rank for m in self.members if m.worker == worker), None)
+        found = self.member(worker)
+        return None if found is None else found.rank
 
 
 # From a worker to its agent, which passes on what the coordinator needs, tagged with the worker's name.

@@ -45,7 +45,7 @@ class GenerationGroup(GlooGroup):
     ) -> None:
         """replica: the groups of this worker's replica, if it has several workers. device: where the gradients are."""
         own = generation.members[rank]
-        group = [m.rank for m in generation.members if m.shard_index == own.shard_index]
+        group = list(generation.replica_group(own.shard_index))
         # The sum of gradients runs over the workers with the same shard: the others hold different
         # parameters. Within a replica FSDP2 has summed already, so adding over replicas completes the sum.
         super().__init__(group.index(rank), len(group), host, device)

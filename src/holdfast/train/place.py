@@ -165,6 +165,7 @@ class Place:
         self._alike = alike
         self.form: m.JoinGeneration | None = None
         self.micro_batches = 0
+        self._found: tuple[m.JoinGeneration, int, WorkShare, list[int]] | None = None
 
     @property
     def rank(self) -> int:
@@ -201,8 +202,21 @@ class Place:
 
     def share(self) -> WorkShare:
         """What this worker computes of the running generation's steps."""
+        return self._of_generation()[0]
+
+    def _of_generation(self) -> tuple[WorkShare, list[int]]:
+        # Asked for several times in every step, and the same until the next generation: it is found once, for it takes a look
+        # at every member.
         assert self.form is not None
-        return share_of(self.micro_batches, self.form.generation, self.rank)
+        if self._found is None or self._found[0] is not self.form or self._found[1] != self.micro_batches:
+            generation = self.form.generation
+            self._found = (
+                self.form,
+                self.micro_batches,
+                share_of(self.micro_batches, generation, self.rank),
+                message_counts(self.micro_batches, generation, self._alike),
+            )
+        return self._found[2:]
 
     @property
     def weighs(self) -> bool:
@@ -212,5 +226,4 @@ class Place:
 
     def message_counts(self) -> list[int]:
         """Number of control messages that each member sends about a step under the exact reduction, by rank."""
-        assert self.form is not None
-        return message_counts(self.micro_batches, self.form.generation, self._alike)
+        return self._of_generation()[1]

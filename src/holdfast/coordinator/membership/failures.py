@@ -82,10 +82,8 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
             context, "the script changes protected state outside of the commit", "failed", root_cause
         )
         return
-    phases = [w.phase for w in membership.workers.values()]
-    if policy.refuses_the_job(
-        message.refused, worker.told_to_end, queries.has_trained(context, worker), phases
-    ):
+    trained, got_past = queries.has_trained(context, worker), context.count_workers(WorkerPhase.READY) > 0
+    if policy.refuses_the_job(message.refused, worker.told_to_end, trained, got_past):
         # Asked for before the process ends. So its end is one that was asked for: no incident, no worker in its
         # place, and at level 0 no restart.
         if context.mode.replaces_one and worker.phase is WorkerPhase.MEMBER:
@@ -507,11 +505,11 @@ def inspected(context: Context, message: m.InspectReply) -> None:
     if not s.deadlines.is_set(Timer.INSPECT) or message.request != s.membership.inspect_request:
         return
     # Only members that are still inside count. One that parked while the others answered holds up nobody.
-    members = {w.name: w.node for w in context.inside()}
     for view in message.workers:
-        if view.worker in members:
+        worker = s.membership.workers.get(view.worker)
+        if worker is not None and worker.phase is WorkerPhase.MEMBER:
             inspection.views.append(view)
-            inspection.unheard.discard(members[view.worker])
+            inspection.unheard.discard(worker.node)
     inspection.stacks.update(message.stacks)
     if not inspection.unheard:
         judge(context)

@@ -369,10 +369,9 @@ def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[
     """Where the generation of these workers goes on."""
     s = context.state
     resolution = policy.resolve(reports)
-    groups = [
-        [w for w in ranks if s.membership.workers[w].shard_index == p]
-        for p in range(s.membership.shard_count)
-    ]
+    groups: list[list[str]] = [[] for _ in range(s.membership.shard_count)]
+    for name in ranks:
+        groups[s.membership.workers[name].shard_index].append(name)
     if not any(resolution.holders.isdisjoint(group) for group in groups):
         return _Start(
             step=resolution.start or 0,

@@ -4,13 +4,13 @@ one holds up a script that does not know of Holdfast."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from holdfast.coordinator.kernel.incidents import EXIT, SIGNAL, ScriptFault
-from holdfast.coordinator.kernel.state import TRAINED_S, Failure, RootCause, WorkerPhase
+from holdfast.coordinator.kernel.state import TRAINED_S, Failure, RootCause
 from holdfast.coordinator.membership import rank_assignment
 from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
@@ -339,17 +339,17 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     return NodeFault(last.node) if len(attempts) >= 3 and nodes > 1 else None
 
 
-def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Iterable[WorkerPhase]) -> bool:
+def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, got_past: bool) -> bool:
     """Whether a worker's error ends the job at once, instead of being handled like any other failure.
 
     refused: Holdfast refused what the script asks for. told_to_end: the worker was to end anyway. trained: the job has trained
-    in this start. phases: of all workers.
+    in this start. got_past: a worker waits to become a member.
     """
     # Until the job has trained, a refusal needs no second witness. Nothing is lost when the job ends, and whoever
     # started it reads at once what to change. A job that trains, or a worker that got past this place, proves that
     # what the script asks for can be done. Then the refusal is about one node, which may have another version of a
     # library, and must not end the others' work.
-    return refused and not told_to_end and not trained and WorkerPhase.READY not in phases
+    return refused and not told_to_end and not trained and not got_past
 
 
 def raised(root_cause: RootCause) -> str:

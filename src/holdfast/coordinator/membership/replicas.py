@@ -185,9 +185,7 @@ def _nearest(context: Context, spare: Sequence[Worker], shard_index: int) -> Wor
 def members(context: Context, replica: int) -> list[Worker]:
     """The workers of a complete replica of the newest generation."""
     g = context.state.membership.generation
-    return (
-        [context.state.membership.workers[x.worker] for x in g.members if x.replica == replica] if g else []
-    )
+    return [context.state.membership.workers[x.worker] for x in g.replica_members(replica)] if g else []
 
 
 def broke(context: Context, reason: str) -> None:
@@ -218,11 +216,11 @@ def halted(context: Context, worker: Worker, message: m.Halted) -> None:
     membership = context.state.membership
     if membership.generation is None or message.generation != membership.generation.number:
         return
-    replica = next((x.replica for x in membership.generation.members if x.worker == worker.name), -1)
-    halting = membership.halting.get(replica)
-    if halting is None:
+    member = membership.generation.member(worker.name)
+    halting = membership.halting.get(member.replica) if member is not None else None
+    if member is None or halting is None:
         return
-    replica_members = members(context, replica)
+    replica_members = members(context, member.replica)
     order = answered(halting, worker.name, message, len(replica_members))
     if order is not None:
         for other in replica_members:

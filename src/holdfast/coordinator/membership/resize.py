@@ -212,6 +212,8 @@ def change_due(context: Context) -> str | None:
         # Nobody goes and nobody could come, as nearly always: the members are those that it was formed of.
         fits = s.membership.generation.strength <= s.target
         return None if fits else f"the job is resized to {s.wanted_nodes} nodes"
+    if not context.count_nodes(NodePhase.LEAVING) and s.membership.generation.strength == s.target:
+        return None  # a spare waits, and no member goes: nothing to look at for as long as that stays so
     members = context.members()
     # Three questions in this order: who must go, who is too many, who may come. Leaving comes first because
     # its time may be limited; joining can always wait.

@@ -1,0 +1,266 @@
+"""Many agents in one process: connections, signs of life, and workers that say what real ones would say, but compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import aiohttp
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Phase, Spent
+from holdfast.protocol.wire.frames import Codec, encode
+
+TOKEN = "of-the-bench"
+AT_ONCE = 64
+"""Agents that connect side by side."""
+SPENT_EVERY = 64
+"""Steps of a second each, so a block of them is told of about once a minute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What all processes of a run know."""
+
+    nodes: int
+    """Spares included."""
+    per_node: int
+    shards: int
+    """Workers of a replica."""
+    detection_s: float
+
+
+@dataclass
+class SimWorker:
+    """A process that is not there."""
+
+    name: str
+    shard_index: int
+    generation: int = 0
+    committed: int = 0
+
+
+@dataclass
+class Seen:
+    """What the agents of a process have seen since the last question."""
+
+    nbytes: int = 0
+    frames: int = 0
+    members: Counter[int] = field(default_factory=Counter)
+    """By generation, the workers that were told of it."""
+    last_s: float = 0.0
+    """When the last of them was told, on the machine's steady clock."""
+    closed: int = 0
+    """Connections that the coordinator ended."""
+
+
+class SimAgent:
+    """One node."""
+
+    def __init__(self, number: int, shape: Shape, seen: Seen) -> None:
+        self.name = f"node-{number:05d}"
+        self.workers: dict[str, SimWorker] = {}
+        self.lost = False
+        self._number, self._shape, self._seen = number, shape, seen
+        self._codec: Codec[m.ToAgent] = Codec(m.ToAgent)
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def join(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Connects and says hello; then it lives by itself."""
+        self._socket = await session.ws_connect(url, max_msg_size=256 << 20)
+        host = f"{self.name}.cluster.local"
+        hello = m.Hello(
+            version=m.PROTOCOL_VERSION,
+            node=self.name,
+            session=f"s{self._number}",
+            host=host,
+            slots=self._shape.per_node,
+            pid=1,
+            ports=(29500, 29501),
+        )
+        await self._send(hello)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+
+    async def lose(self) -> None:
+        """As a machine that is gone."""
+        self.lost = True
+        for task in self._tasks:
+            task.cancel()
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def train(self) -> None:
+        """A step of a second: every worker tells of it."""
+        for worker in list(self.workers.values()):
+            if worker.generation and not self.lost:
+                worker.committed += 1
+                await self._says(worker, self._progress(worker))
+
+    async def fail_all(self) -> None:
+        """Every worker finds the gradient not finite."""
+        for worker in list(self.workers.values()):
+            if worker.generation:
+                failed = m.Failed(
+                    generation=worker.generation,
+                    step=worker.committed,
+                    phase=Phase.REDUCE,
+                    error="NonFiniteGradient",
+                    message="the gradient is not finite",
+                )
+                await self._says(worker, failed)
+                await self._says(worker, self._parked(worker))
+
+    def _progress(self, worker: SimWorker) -> m.Progress:
+        spent: tuple[Spent, ...] = ()
+        if worker.committed % SPENT_EVERY == 0:
+            spent = (
+                Spent(
+                    first=max(0, worker.committed - SPENT_EVERY),
+                    micros=1,
+                    data_s=0.01,
+                    forward_s=0.3,
+                    backward_s=0.6,
+                    wait_s=0.05,
+                    update_s=0.04,
+                    aside_s=0.0,
+                ),
+            )
+        return m.Progress(generation=worker.generation, committed=worker.committed, median_s=1.0, spent=spent)
+
+    def _parked(self, worker: SimWorker, agreement: int = -1) -> m.Parked:
+        return m.Parked(generation=worker.generation, committed=worker.committed, agreement=agreement)
+
+    async def _beat(self) -> None:
+        # The first at a time of its own: thousands of nodes do not start in the same moment.
+        every_s = self._shape.detection_s / 4
+        await asyncio.sleep(every_s * (self._number % 97) / 97)
+        while True:
+            await self._send(m.Heartbeat())
+            await asyncio.sleep(every_s)
+
+    async def _send(self, message: m.FromAgent) -> None:
+        assert self._socket is not None
+        try:
+            await self._socket.send_bytes(encode(message))
+        except (ConnectionError, aiohttp.ClientError):
+            return  # `_read` notices the end
+
+    async def _says(self, worker: SimWorker, message: m.WorkerMessage) -> None:
+        await self._send(m.FromWorker(worker.name, message))
+
+    async def _read(self) -> None:
+        assert self._socket is not None
+        async for frame in self._socket:
+            if frame.type is not aiohttp.WSMsgType.BINARY:
+                break
+            self._seen.nbytes += len(frame.data)
+            self._seen.frames += 1
+            await self._take(self._codec.decode(frame.data))
+        if not self.lost:
+            self._seen.closed += 1
+
+    async def _take(self, order: m.ToAgent) -> None:
+        match order:
+            case m.StartWorker():
+                await self._start(order)
+            case m.KillWorker(name):
+                if self.workers.pop(name, None) is not None:
+                    await self._send(m.Exited(worker=name, code=-9, killed=True))
+            case m.Relay(name, message):
+                if (worker := self.workers.get(name)) is not None:
+                    await self._hear(worker, message)
+            case _:
+                pass
+
+    async def _start(self, order: m.StartWorker) -> None:
+        shards = self._shape.shards
+        worker = SimWorker(order.worker, int(order.env[m.SHARD_INDEX_VARIABLE]) % shards)
+        self.workers[worker.name] = worker
+        await self._send(m.Started(worker.name, 1, f"/logs/{worker.name}.log"))
+        await self._says(worker, m.Attached())
+        await self._says(worker, self._ready(worker))
+
+    def _ready(self, worker: SimWorker) -> m.Ready:
+        return m.Ready(
+            digest=f"of-shard-{worker.shard_index}",
+            host=f"{self.name}.cluster.local",
+            vote_port=34567,
+            data_port=34568,
+            shape=(self._shape.shards, 1),
+            shard_index=worker.shard_index,
+        )
+
+    async def _hear(self, worker: SimWorker, message: m.ToWorker) -> None:
+        match message:
+            case m.JoinGeneration():
+                worker.generation, worker.committed = message.generation.number, message.generation.start
+                self._seen.members[worker.generation] += 1
+                self._seen.last_s = time.monotonic()
+                await self._says(worker, m.Joined(worker.generation, 0.01))
+            case m.Break(_, _, True):
+                await self._says(worker, m.Halted(worker.generation, {}))
+            case m.RunTo(_, _, agreement, True):
+                await self._says(worker, self._parked(worker, agreement))
+            case m.RunTo(_, begun, agreement, False):
+                await self._says(worker, m.Halted(worker.generation, begun, agreement))
+            case m.Break() | m.EndAtCommit():
+                await self._says(worker, self._parked(worker))
+            case m.Rebuild(shard_index):
+                worker.shard_index = shard_index
+                await self._says(worker, self._ready(worker))
+            case _:
+                pass
+
+
+async def _run(conn: Connection, url: str, numbers: list[int], shape: Shape) -> None:
+    seen = Seen()
+    agents = [SimAgent(number, shape, seen) for number in numbers]
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=60)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    loop, training = asyncio.get_running_loop(), False
+
+    async def steps() -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if training:
+                for agent in agents:
+                    await agent.train()
+
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+        for first in range(0, len(agents), AT_ONCE):
+            await asyncio.gather(*(agent.join(session, url) for agent in agents[first : first + AT_ONCE]))
+        conn.send("connected")
+        stepping = asyncio.create_task(steps())
+        while True:
+            asked = await loop.run_in_executor(None, conn.recv)
+            match asked:
+                case ("train", on):
+                    training = on
+                case ("lose", names):
+                    await asyncio.gather(*(agent.lose() for agent in agents if agent.name in names))
+                case ("fail",):
+                    await asyncio.gather(*(agent.fail_all() for agent in agents))
+                case ("seen",):
+                    conn.send(seen)
+                case ("end",):
+                    break
+        stepping.cancel()
+    os._exit(0)
+
+
+def start(url: str, numbers: list[int], shape: Shape) -> tuple[multiprocessing.Process, Connection]:
+    """A process with these nodes. It says "connected", and answers questions."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=_main, args=(theirs, url, numbers, shape), daemon=True)
+    process.start()
+    return process, ours
+
+
+def _main(conn: Connection, url: str, numbers: list[int], shape: Shape) -> None:
+    asyncio.run(_run(conn, url, numbers, shape))

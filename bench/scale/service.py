@@ -1,0 +1,164 @@
+"""The coordinator of the measured job, in a process of its own, with what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.scale.agents import TOKEN, Shape
+from holdfast.coordinator.machine import Core
+from holdfast.coordinator.service.server import Coordinator
+from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.job_options import SnapshotOptions, Timing
+from holdfast.protocol.snapshots import Saving
+
+LAG_EVERY_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What the coordinator has used since it began, and where it stands."""
+
+    at_s: float
+    """On the machine's steady clock."""
+    cpu_s: float
+    """Of the whole process."""
+    core_s: float
+    """Of that, in `Core.handle_all`."""
+    ledger_s: float
+    """Of that, on the thread that writes the ledger."""
+    disk_bytes: int
+    """Written to files by the process."""
+    lags_s: tuple[float, float, float]
+    """How late the loop was since the last question: p50, p99.9 and the most."""
+    rss_mb: float
+    """The most so far."""
+    nodes: int
+    phase: str
+    generation: int
+    members: int
+
+
+def job(shape: Shape, spares: int) -> JobSpec:
+    """That may go on with any number of nodes, and saves nothing."""
+    return JobSpec(
+        name="scale",
+        script="train.py",
+        min_nodes=1,
+        max_nodes=shape.nodes - spares,
+        spares=spares,
+        nproc=shape.per_node,
+        saving=Saving(SnapshotOptions("0")),
+        timing=Timing(detection_s=shape.detection_s),
+    )
+
+
+class _Meter:
+    """Processor time within one function."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+
+    def around(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent_s += time.thread_time() - begun
+
+        return timed
+
+
+async def _run(conn: Connection, shape: Shape, spares: int) -> None:
+    root = Path(tempfile.mkdtemp(prefix="holdfast-scale-"))
+    folder = root / "jobs" / "scale"
+    folder.mkdir(parents=True)
+    (folder / "token").write_text(TOKEN)
+    meter = _Meter()
+    Core.handle_all = meter.around(Core.handle_all)  # type: ignore[method-assign]
+    coordinator = Coordinator(folder, job(shape, spares), Resume(), copies=0)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    serving = asyncio.create_task(coordinator.serve(listener, "127.0.0.1"))
+    lags: list[float] = []
+
+    async def watch_lag() -> None:
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(LAG_EVERY_S)
+            lags.append(time.monotonic() - begun - LAG_EVERY_S)
+
+    watching = asyncio.create_task(watch_lag())
+    conn.send(listener.getsockname()[1])
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, conn.recv) != "end":
+        ordered = sorted(lags) or [0.0]
+        lags.clear()
+        membership = coordinator._core.state.membership
+        generation = membership.generation
+        conn.send(
+            Cost(
+                at_s=time.monotonic(),
+                cpu_s=time.process_time(),
+                core_s=meter.spent_s,
+                ledger_s=_thread_s("ledger"),
+                disk_bytes=_written(),
+                lags_s=(
+                    ordered[len(ordered) // 2],
+                    ordered[int(len(ordered) * 0.999)],
+                    ordered[-1],
+                ),
+                rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                nodes=len(membership.nodes),
+                phase=membership.phase.value,
+                generation=membership.number,
+                members=len(generation.members) if generation is not None else 0,
+            )
+        )
+    watching.cancel()
+    serving.cancel()
+    shutil.rmtree(root, ignore_errors=True)
+    os._exit(0)
+
+
+def _thread_s(name: str) -> float:
+    """Processor time of this process's threads whose name has this in it."""
+    spent = 0.0
+    for thread in threading.enumerate():
+        if name in thread.name:
+            text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+            fields = text[text.rindex(")") + 2 :].split()
+            spent += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
+def _written() -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("write_bytes"):
+            return int(line.split()[1])
+    return 0
+
+
+def start(shape: Shape, spares: int) -> tuple[multiprocessing.Process, Connection, int]:
+    """A coordinator, the way to ask it, and its port."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=_main, args=(theirs, shape, spares), daemon=True)
+    process.start()
+    return process, ours, ours.recv()
+
+
+def _main(conn: Connection, shape: Shape, spares: int) -> None:
+    asyncio.run(_run(conn, shape, spares))
