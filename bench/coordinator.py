@@ -47,28 +47,45 @@ def says(worker: Worker, message: m.WorkerMessage) -> e.NodeSays:
     return e.NodeSays(worker.node, m.FromWorker(worker.name, message))
 
 
-def ready(worker: Worker) -> m.Ready:
-    """Its model is built."""
+def ready(worker: Worker, shards: int = 1) -> m.Ready:
+    """Its model is built. shards: workers of a replica."""
     return m.Ready(
-        digest="0123456789abcdef", host=f"{worker.node}.cluster.local", vote_port=34567, data_port=34568
+        digest="0123456789abcdef",
+        host=f"{worker.node}.cluster.local",
+        vote_port=34567,
+        data_port=34568,
+        shape=(shards, 1),
+        shard_index=worker.shard_index % shards,
     )
 
 
-def job(nodes: int, nproc: int) -> JobSpec:
+def job(nodes: int, nproc: int, spares: int = 0) -> JobSpec:
     """That may go on with any number of them, and saves nothing."""
     saving = Saving(SnapshotOptions("0"))
-    return JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=nodes, nproc=nproc, saving=saving)
+    return JobSpec(
+        name="job",
+        script="train.py",
+        min_nodes=1,
+        max_nodes=nodes,
+        nproc=nproc,
+        spares=spares,
+        saving=saving,
+    )
 
 
 class Job:
     """A core in the middle of a job of this size; `now` is its clock."""
 
-    def __init__(self, nodes: int, nproc: int) -> None:
-        self.core, self.now = Core(job(nodes, nproc)), 1000.0
-        self.do(e.Tick(), *(e.NodeJoined(hello(i, nproc)) for i in range(nodes)))
-        workers = list(self.core.state.membership.workers.values())
-        self.do(*(says(w, x) for w in workers for x in (m.Attached(), ready(w))))
-        assert self.core.state.membership.phase is JobPhase.RUNNING, self.core.state.membership.phase
+    def __init__(self, nodes: int, nproc: int, shards: int = 1, spares: int = 0) -> None:
+        """shards: workers of a replica. spares: nodes beside the others, whose workers wait."""
+        self.core, self.now = Core(job(nodes, nproc, spares)), 1000.0
+        self.do(e.Tick(), *(e.NodeJoined(hello(i, nproc)) for i in range(nodes + spares)))
+        there = list(self.core.state.membership.workers.values())
+        self.do(*(says(w, x) for w in there for x in (m.Attached(), ready(w, shards))))
+        membership = self.core.state.membership
+        assert membership.phase is JobPhase.RUNNING, membership.phase
+        assert membership.generation is not None
+        workers = [membership.workers[x.worker] for x in membership.generation.members]
         number = self.core.state.membership.number
         self.do(
             *(

@@ -15,7 +15,7 @@ from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Resume
 from holdfast.protocol.messages import WorkerView
-from holdfast.protocol.phases import PageReading
+from holdfast.protocol.phases import PageReading, Phase
 
 
 def lines(job: Job, event: e.Event) -> int:
@@ -139,3 +139,75 @@ def test_every_survivor_is_in_the_next_generation(tmp_path, nodes, nproc):
     assert left == (nodes - 1) * nproc
     assert formed == left
     assert len(batches) < left / 2, "what waits is decided and written together"
+
+
+def answers(job: Job, actions: list[e.Action]) -> None:
+    """Every worker answers what it is told, each by a message of its own, until nobody is told anything."""
+    while actions:
+        events = []
+        for action in actions:
+            if not isinstance(action, e.Send) or not isinstance(action.message, m.Relay):
+                continue
+            worker = job.core.state.membership.workers[action.message.worker]
+            match action.message.message:
+                case m.Break(generation, _, True):
+                    events.append(says(worker, m.Halted(generation, {"a": 7})))
+                case m.RunTo(generation, begun, agreement, leave):
+                    parked = m.Parked(generation=generation, committed=worker.committed, agreement=agreement)
+                    events.append(says(worker, parked if leave else m.Halted(generation, begun, agreement)))
+                case m.Break(generation):
+                    events.append(says(worker, m.Parked(generation=generation, committed=worker.committed)))
+                case m.JoinGeneration(generation=generation):
+                    events += [
+                        says(worker, m.Joined(generation.number, 0.01)),
+                        says(worker, m.Progress(generation=generation.number, committed=9, median_s=0.5)),
+                    ]
+        actions = [action for event in events for action in job.do(event)]
+
+
+def lost(job: Job) -> None:
+    membership = job.core.state.membership
+    last = membership.generation.members[-1].node
+    answers(job, job.do(e.NodeLost(last, membership.nodes[last].session)))
+
+
+def not_finite(job: Job) -> None:
+    membership = job.core.state.membership
+    for member in membership.generation.members:
+        failed = m.Failed(
+            generation=membership.number, step=1, phase=0, error="NonFiniteGradient", message="inf"
+        )
+        answers(job, job.do(says(membership.workers[member.worker], failed)))
+
+
+def hangs(job: Job) -> None:
+    """Everybody waits in the reduction; all nodes answer what is asked."""
+    membership, views = job.core.state.membership, {}
+    for member in membership.generation.members:
+        page = PageReading(generation=membership.number, phase=Phase.REDUCE)
+        view = WorkerView(
+            worker=member.worker, slot=member.slot, pid=1, formed=1, page=page, attached=True, idle_s=60.0
+        )
+        views.setdefault(member.node, []).append(view)
+    first, *_ = views
+    job.do(e.NodeSays(first, m.Stalled(views[first][0].worker, views[first][0])))
+    for node, there in views.items():
+        answers(job, job.do(e.NodeSays(node, m.InspectReply(membership.inspect_request, tuple(there)))))
+
+
+def waits(job: Job) -> None:
+    """Signs of life of all, while a spare waits."""
+    for name in list(job.core.state.membership.nodes):
+        job.do(e.NodeSays(name, m.Heartbeat()))
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("story", [lost, not_finite, hangs, waits], ids=lambda story: story.__name__)
+def test_a_whole_story_costs_no_more_than_the_size_of_the_job(story, shards):
+    """With every message handled by itself: the more workers answer, the more lines, but not more for each of them."""
+    per_worker = []
+    for nodes in (4, 16):
+        job = Job(nodes, 8, shards, spares=1)
+        left = (nodes - 1 if story is lost else nodes) * 8
+        per_worker.append(lines_of(lambda job=job: story(job)) / left)
+    assert per_worker[1] <= 1.1 * per_worker[0]

@@ -23,6 +23,16 @@ from holdfast.protocol.place import NodePlace
 T = TypeVar("T", Node, Worker)
 
 
+_GROUP = {
+    WorkerPhase.MEMBER: "trains",
+    WorkerPhase.PARKED: "trains",
+    WorkerPhase.STARTING: "on its way",
+    WorkerPhase.ATTACHED: "on its way",
+    WorkerPhase.READY: "waits",
+}
+"""Phases between which a worker may go without a change of who is there."""
+
+
 class _InOrder(Generic[T]):
     """Nodes or workers by name, listed in the order in which they came into the job.
 
@@ -84,6 +94,8 @@ class PhaseIndex:
 
     Attributes:
         alive_nodes, alive_workers: those that are not gone, by name, in the order in which they came.
+        changes: how often it changed which nodes there are, or which workers train, wait or are on their way. Whoever has looked
+            at all of them once need not look again while this number is the same.
     """
 
     def __init__(self, membership: MembershipState, nproc: int) -> None:
@@ -97,11 +109,14 @@ class PhaseIndex:
         self._lemons: _InOrder[Node] = _InOrder()
         self._at: dict[NodePlace, dict[str, Node]] = {}
         self._numbers: dict[str, int] = {}
-        self._came = 0
+        self._came = self.changes = 0
+        self._left: dict[str, Worker] = {}
         for node in membership.nodes.values():
             self._enter_node(node)
         for worker in membership.workers.values():
             self._enter_worker(worker)
+            if membership.halting and worker.phase is not WorkerPhase.MEMBER:
+                self._left[worker.name] = worker
         # After all workers are in: room depends on how many a node has.
         for node in membership.nodes.values():
             self.renew(node)
@@ -152,7 +167,13 @@ class PhaseIndex:
         self._enter_node(node)
         self.renew(node)
 
+    def take_left(self) -> list[Worker]:
+        """Who left the step while replicas halt, since the last question."""
+        left, self._left = self._left, {}
+        return list(left.values())
+
     def _enter_node(self, node: Node) -> None:
+        self.changes += 1
         # One counter for nodes and workers, and it only rises. A node that joins again gets a new number, so
         # it counts as the newest. In the state it does too, because it was taken out and put in again.
         self._came += 1
@@ -165,6 +186,7 @@ class PhaseIndex:
 
     def move_node(self, node: Node, was: NodePhase) -> None:
         """A node changed its phase."""
+        self.changes += 1
         self._nodes[was].drop(node.name)
         self._nodes[node.phase].put(self._numbers[node.name], node)
         if not node.alive:
@@ -173,6 +195,7 @@ class PhaseIndex:
 
     def drop_node(self, node: Node) -> None:
         """A node is forgotten."""
+        self.changes += 1
         for group in (*self._nodes.values(), self._with_room, self._lemons):
             group.drop(node.name)
         self._remove(node)
@@ -195,6 +218,7 @@ class PhaseIndex:
         self._room_of(worker)
 
     def _enter_worker(self, worker: Worker) -> None:
+        self.changes += 1
         self._came += 1
         self._numbers[worker.name] = self._came
         self._workers[worker.phase].put(self._came, worker)
@@ -204,6 +228,9 @@ class PhaseIndex:
 
     def move_worker(self, worker: Worker, was: WorkerPhase) -> None:
         """A worker changed its phase."""
+        self.changes += _GROUP.get(was) != _GROUP.get(worker.phase)
+        if was is WorkerPhase.MEMBER and self._membership.halting:
+            self._left[worker.name] = worker
         self._workers[was].drop(worker.name)
         self._workers[worker.phase].put(self._numbers[worker.name], worker)
         # GONE may follow GONE, because agents report an end twice. Only the first one gives the slot back:

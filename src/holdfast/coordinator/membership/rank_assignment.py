@@ -287,7 +287,8 @@ def _in_order(replicas: Sequence[dict[int, str]], standing: WorkerPlaces) -> lis
 
 def wanted(there: Sequence[int], shard_count: int, replicas: int) -> list[int]:
     """The shards for which workers are missing, the scarcest first; `there`: the shard of every worker."""
-    counts = [sum(p == q for p in there) for q in range(shard_count)]
+    found = Counter(there)
+    counts = [found[q] for q in range(shard_count)]
     missing = []
     # One at a time for the scarcest, counting it as there: so two missing workers of different shards are
     # asked for as one of each, not as two of the first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from holdfast.coordinator.kernel import transitions
@@ -120,11 +121,22 @@ def _replicas_within_reach(context: Context, there: list[int], others: int) -> i
     return replicas
 
 
+@dataclass
+class _Rebuilt:
+    """When `rebuild` looked last: with which nodes and workers, and for which target."""
+
+    at: tuple[int, int] | None = None
+
+
 def rebuild(context: Context) -> None:
     """Restarts spares that were built for a shard of which there are enough, for one that is missing."""
-    membership = context.state.membership
-    if membership.shard_count == 1:
+    membership, known = context.state.membership, context.transient(_Rebuilt)
+    if membership.shard_count == 1 or not context.count_workers(WorkerPhase.READY):
         return
+    now = (context.index.changes, context.state.target)
+    if known.at == now:
+        return
+    known.at = now
     ready, assigned, coming = (
         [w for w in context.workers_in(*phases) if membership.nodes[w.node].leaving is None]
         for phases in ((WorkerPhase.READY,), ASSIGNED, COMING)
@@ -257,8 +269,10 @@ def answered(halting: Halting, worker: str, message: m.Halted, workers: int) -> 
 def give_up(context: Context) -> None:
     """A replica that halts cannot do so any more when one of its workers is gone, or has left the step in another way:
     the others leave it at once."""
-    membership = context.state.membership
-    for replica in list(membership.halting):
+    membership, generation = context.state.membership, context.state.membership.generation
+    # Only those of which somebody left since the last look: to look at all of them at each answer would cost the square of the job.
+    left_by = [generation.member(w.name) for w in context.index.take_left()] if generation else []
+    for replica in sorted({x.replica for x in left_by if x is not None and x.replica in membership.halting}):
         replica_members = members(context, replica)
         halting = membership.halting[replica]
         gone = [w for w in replica_members if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]

@@ -334,19 +334,24 @@ def _choose_rows(
     # First without those that leave. Only if that is too little, and they have time, are they assigned again.
     plan = replicas.assign_ranks(context, staying, fresh)
     if not _may_leave(context, len(plan.replicas) * context.state.membership.shard_count):
-        plan = replicas.assign_ranks(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
+        names = {w.name for w in staying}
+        leaving = [w for w in survivors if w.name not in names]
+        plan = replicas.assign_ranks(context, [*staying, *leaving], fresh)
     assigned = {w for replica in plan.replicas for w in replica}
     kept = [w for w in survivors if w.name in assigned]
     most = context.state.target // context.state.membership.shard_count
+    held = Counter(w.shard_index for w in kept)
     for worker in staying:
-        if worker not in kept and sum(w.shard_index == worker.shard_index for w in kept) < most:
+        if worker.name not in assigned and held[worker.shard_index] < most:
             kept.append(worker)
+            held[worker.shard_index] += 1
+    # The last holder of a shard stays as a donor even if it has no assignment: without it all would go back to
+    # a snapshot.
+    safe = {w.shard_index for w in kept if w.name in resolution.holders}
     for worker in survivors:
-        # The last holder of a shard stays as a donor even if it has no assignment: without it all would go back to
-        # a snapshot.
-        others = [w for w in kept if w.shard_index == worker.shard_index and w.name in resolution.holders]
-        if worker.name in resolution.holders and not others:
+        if worker.name in resolution.holders and worker.shard_index not in safe:
             kept.append(worker)
+            safe.add(worker.shard_index)
     return kept, [w for w in fresh if w.name in assigned]
 
 
