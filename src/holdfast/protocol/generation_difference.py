@@ -1,0 +1,208 @@
+"""A generation as what has changed since one that the other side has.
+
+Of thousands of workers a few are new in the next generation, and the ranks behind them close up. So members are sent as runs:
+how many of the generation before go on from which rank, and who is new. Rank, replica and, in a complete replica, the shard follow
+from the position. A digest of the whole tells whether both sides mean the same, so a worker is never told of another generation.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import xxhash
+
+from holdfast.errors import ProtocolError
+from holdfast.protocol.messages import Generation, Member
+
+NOTHING = Generation(number=0, members=())
+"""What the other side has that has none."""
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="k"):
+    """Members of the generation before, with the ranks that follow each other."""
+
+    first: int
+    """Their first rank in it."""
+    count: int
+
+
+class NewMember(msgspec.Struct, frozen=True, array_like=True):
+    """Where others reach a worker that was no member."""
+
+    node: int
+    """Position in `Came.nodes`."""
+    slot: int
+    name: int | str
+    """Its incarnation, where its name is `NODE.SLOT#INCARNATION`; else the whole name."""
+    vote_port: int
+    data_port: int
+    shard_index: int
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """Members that were in no generation before."""
+
+    nodes: tuple[tuple[str, str], ...]
+    """Name and host of each, once."""
+    members: tuple[NewMember, ...]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a generation of the one before."""
+
+    number: int
+    base: int
+    """Number of the generation before; 0: `NOTHING`."""
+    members: tuple[Kept | Came, ...]
+    """In the order of their ranks."""
+    complete: int
+    """Complete replicas, which come first."""
+    start: int
+    shape: tuple[int, int]
+    connected_in: tuple[tuple[int, int], ...] = ()
+    """`Generation.groups_connected_in` as runs: the number, and how many replicas have it."""
+    digest: str
+    """Of the whole, see `digest_of`."""
+
+
+def digest_of(generation: Generation) -> str:
+    """xxh3 of all of it."""
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(generation))
+
+
+def difference(base: Generation, new: Generation) -> Difference:
+    """How to make the new one of the other. Linear in the members."""
+    ranks = {member.worker: rank for rank, member in enumerate(base.members)}
+    runs: list[Kept | Came] = []
+    came: list[Member] = []
+    first = count = 0
+
+    def close() -> None:
+        nonlocal count
+        if count:
+            runs.append(Kept(first, count))
+            count = 0
+        if came:
+            runs.append(_came(came))
+            came.clear()
+
+    for rank, member in enumerate(new.members):
+        before = ranks.get(member.worker)
+        if before is None or _placed(base.members[before], rank, new) != member:
+            if count:
+                close()
+            came.append(member)
+        elif count and before == first + count:
+            count += 1
+        else:
+            close()
+            first, count = before, 1
+    close()
+    return Difference(
+        number=new.number,
+        base=base.number,
+        members=tuple(runs),
+        complete=new.replicas,
+        start=new.start,
+        shape=new.shape,
+        connected_in=tuple(_runs(new.groups_connected_in)),
+        digest=digest_of(new),
+    )
+
+
+def apply(base: Generation, change: Difference) -> Generation:
+    """The generation that `difference` was made of.
+
+    Raises:
+        ProtocolError: this is not the generation that it was made from, or it is damaged.
+    """
+    if change.base != base.number:
+        raise ProtocolError(
+            f"a difference from generation {change.base}, but {base.number} is the newest here"
+        )
+    per_replica = change.shape[0] * change.shape[1]
+    seated = change.complete * per_replica
+    members: list[Member] = []
+    for run in change.members:
+        if isinstance(run, Kept):
+            if not 0 <= run.first <= run.first + run.count <= len(base.members):
+                raise ProtocolError(
+                    f"a difference names members {run.first} to {run.first + run.count} of {len(base.members)}"
+                )
+            members += base.members[run.first : run.first + run.count]
+        else:
+            members += _members(run)
+    made = Generation(
+        number=change.number,
+        members=tuple(_seat(member, rank, seated, per_replica) for rank, member in enumerate(members)),
+        start=change.start,
+        shape=change.shape,
+        groups_connected_in=tuple(number for number, count in change.connected_in for _ in range(count)),
+    )
+    if digest_of(made) != change.digest:
+        raise ProtocolError(
+            f"generation {change.number} is not what its coordinator formed: the digests differ"
+        )
+    return made
+
+
+def _placed(member: Member, rank: int, of: Generation) -> Member:
+    return _seat(member, rank, of.strength, of.shard_count)
+
+
+def _seat(member: Member, rank: int, seated: int, per_replica: int) -> Member:
+    """The member at this rank. Beside the complete replicas it keeps its shard."""
+    inside = rank < seated
+    replica = rank // per_replica if inside else -1
+    shard_index = rank % per_replica if inside else member.shard_index
+    if (member.rank, member.replica, member.shard_index) == (rank, replica, shard_index):
+        return member
+    return msgspec.structs.replace(member, rank=rank, replica=replica, shard_index=shard_index)
+
+
+def _came(members: Sequence[Member]) -> Came:
+    nodes: dict[tuple[str, str], int] = {}
+    rows = []
+    for member in members:
+        prefix = f"{member.node}.{member.slot}#"
+        number = member.worker.removeprefix(prefix)
+        plain = member.worker.startswith(prefix) and number.isdecimal() and str(int(number)) == number
+        rows.append(
+            NewMember(
+                nodes.setdefault((member.node, member.host), len(nodes)),
+                member.slot,
+                int(number) if plain else member.worker,
+                member.vote_port,
+                member.data_port,
+                member.shard_index,
+            )
+        )
+    return Came(tuple(nodes), tuple(rows))
+
+
+def _members(run: Came) -> Iterator[Member]:
+    for row in run.members:
+        if not 0 <= row.node < len(run.nodes):
+            raise ProtocolError(f"a difference names node {row.node} of {len(run.nodes)}")
+        node, host = run.nodes[row.node]
+        yield Member(
+            rank=-1,
+            worker=row.name if isinstance(row.name, str) else f"{node}.{row.slot}#{row.name}",
+            node=node,
+            slot=row.slot,
+            host=host,
+            vote_port=row.vote_port,
+            data_port=row.data_port,
+            shard_index=row.shard_index,
+        )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    count = 0
+    for position, number in enumerate(numbers):
+        count += 1
+        if position + 1 == len(numbers) or numbers[position + 1] != number:
+            yield number, count
+            count = 0
