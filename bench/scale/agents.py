@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import aiohttp
+import msgspec
 
 from holdfast.protocol import messages as m
+from holdfast.protocol.generation_difference import NOTHING, apply
 from holdfast.protocol.phases import Phase, Spent
 from holdfast.protocol.wire.frames import Codec, encode
 
@@ -59,14 +61,30 @@ class Seen:
     """Connections that the coordinator ended."""
 
 
+class Known:
+    """Generations that agents of this process have made. What one has computed the others need not: it is not what is measured."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], m.Generation] = {}
+
+    def after(self, base: m.Generation, change: m.Difference) -> m.Generation:
+        """The generation that a difference makes."""
+        base = base if change.base else NOTHING
+        found = self._made.get((base.digest, change.digest))
+        if found is None:
+            found = self._made[base.digest, change.digest] = apply(base, change)
+        return found
+
+
 class SimAgent:
     """One node."""
 
-    def __init__(self, number: int, shape: Shape, seen: Seen) -> None:
+    def __init__(self, number: int, shape: Shape, seen: Seen, known: Known) -> None:
         self.name = f"node-{number:05d}"
         self.workers: dict[str, SimWorker] = {}
         self.lost = False
         self._number, self._shape, self._seen = number, shape, seen
+        self._known, self._formed = known, NOTHING
         self._codec: Codec[m.ToAgent] = Codec(m.ToAgent)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -172,6 +190,12 @@ class SimAgent:
             case m.KillWorker(name):
                 if self.workers.pop(name, None) is not None:
                     await self._send(m.Exited(worker=name, code=-9, killed=True))
+            case m.Form():
+                # One for all agents of a process: what they compute counts for nobody.
+                self._formed = self._known.after(self._formed, order.change)
+                for name, join in order.orders:
+                    if (worker := self.workers.get(name)) is not None:
+                        await self._hear(worker, msgspec.structs.replace(join, generation=self._formed))
             case m.Relay(name, message):
                 if (worker := self.workers.get(name)) is not None:
                     await self._hear(worker, message)
@@ -219,8 +243,8 @@ class SimAgent:
 
 
 async def _run(conn: Connection, url: str, numbers: list[int], shape: Shape) -> None:
-    seen = Seen()
-    agents = [SimAgent(number, shape, seen) for number in numbers]
+    seen, known = Seen(), Known()
+    agents = [SimAgent(number, shape, seen, known) for number in numbers]
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=60)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     loop, training = asyncio.get_running_loop(), False

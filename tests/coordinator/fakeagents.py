@@ -16,6 +16,7 @@ import msgspec
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
+from holdfast.protocol.generation_difference import NOTHING, apply
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.job_options import SnapshotOptions, Timing
 from holdfast.protocol.job_view import CHANGED, WHOLE, ReceivedView
@@ -52,7 +53,7 @@ class Agent:
     def __init__(self, plane: Plane, name: str) -> None:
         self.plane, self.name, self.heard = plane, name, Heard()
         self.worker, self.generation, self.committed, self.beats = "", 0, 0, 0
-        self.closed = False
+        self.closed, self.formed = False, NOTHING
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
@@ -118,6 +119,10 @@ class Agent:
         async for frame in self.line:
             order = _codec.decode(frame.data)
             said = order.message if isinstance(order, m.Relay) else order
+            if isinstance(order, m.Form):
+                self.formed = apply(self.formed if order.change.base else NOTHING, order.change)
+                ((_, join),) = order.orders
+                said = msgspec.structs.replace(join, generation=self.formed)
             if isinstance(said, m.StartWorker):
                 self.worker = said.worker
                 await self.send(m.Started(said.worker, 1, "log"))

@@ -28,7 +28,7 @@ def _plain(kind: kinds.Type, name: str, depth: int) -> Any:
                 if depth < DEEPEST or field.required
             }
             if kind.tag_field is not None:
-                plain[kind.tag_field] = kind.tag
+                plain = {kind.tag_field: kind.tag} | plain  # the first of an array
             return list(plain.values()) if kind.array_like else plain
         case kinds.DataclassType():
             return {field.encode_name: _plain(field.type, field.name, depth + 1) for field in kind.fields}

@@ -26,11 +26,12 @@ from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.warm_pool import WarmPool
 from holdfast.agent.worker_logs import LogFollower, LogLimit
 from holdfast.agent.zygote import Zygote
-from holdfast.errors import TierError
+from holdfast.errors import ProtocolError, TierError
 from holdfast.health.identity import devices, identity
 from holdfast.logs import VARIABLE as LOG_VARIABLE
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
+from holdfast.protocol.generation_difference import NOTHING, apply
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.machine.notice_board import NoticeBoard
@@ -83,6 +84,8 @@ class Agent:
     def __init__(self, config: AgentConfig, zygote: Zygote | None = None) -> None:
         self._config = config
         self._session = uuid.uuid4().hex
+        self._generation = NOTHING
+        """The newest one that this node was sent."""
         self._token = read_stored_word(config.job_dir / "token")
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -293,6 +296,7 @@ class Agent:
             kernel=kernel_id(),
             term=self._link.term,
             ledger=self._ledger_copy.mark if self._ledger_copy.mark.batch else None,
+            generation=(self._generation.number, self._generation.digest),
         )
 
     def _on_order(self, order: m.ToAgent) -> None:
@@ -320,10 +324,9 @@ class Agent:
                     msgspec.structs.replace(order, script=spec.script, args=spec.args, cwd=spec.cwd)
                 )
             case m.Relay(name, message):
-                if worker := self._workers.get(name):
-                    self._tell(worker, message)
-                elif name in self._starting:
-                    self._starting[name].append(message)
+                self._relay(name, message)
+            case m.Form():
+                self._form(order)
             case m.Inspect(request):
                 self._spawn(self._inspect(request), order)
             case m.RunFault(fault, name):
@@ -369,6 +372,26 @@ class Agent:
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             self._link.send(part)
             await self._link.flushed()  # a long ledger is never in memory as a whole
+
+    def _relay(self, name: str, message: m.ToWorker) -> None:
+        if worker := self._workers.get(name):
+            self._tell(worker, message)
+        elif name in self._starting:
+            self._starting[name].append(message)
+
+    def _form(self, order: m.Form) -> None:
+        try:
+            base = self._generation if order.change.base else NOTHING
+            self._generation = apply(base, order.change)
+        except ProtocolError as error:
+            # Its workers must not hear of another generation than all others: the hello says that it has none, and its answer
+            # is the whole.
+            _log.warning("asking for the whole generation: %s", error)
+            self._generation = NOTHING
+            self._link.send(self._hello())
+            return
+        for name, join in order.orders:
+            self._relay(name, msgspec.structs.replace(join, generation=self._generation))
 
     def _tell(self, worker: WorkerProcess, message: m.ToWorker) -> None:
         if isinstance(message, m.Arm):

@@ -11,65 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import xxhash
 
 from holdfast.errors import ProtocolError
-from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.messages import Came, Difference, Generation, Kept, Member, NewMember
 
 NOTHING = Generation(number=0, members=())
 """What the other side has that has none."""
-
-
-class Kept(msgspec.Struct, frozen=True, array_like=True, tag="k"):
-    """Members of the generation before, with the ranks that follow each other."""
-
-    first: int
-    """Their first rank in it."""
-    count: int
-
-
-class NewMember(msgspec.Struct, frozen=True, array_like=True):
-    """Where others reach a worker that was no member."""
-
-    node: int
-    """Position in `Came.nodes`."""
-    slot: int
-    name: int | str
-    """Its incarnation, where its name is `NODE.SLOT#INCARNATION`; else the whole name."""
-    vote_port: int
-    data_port: int
-    shard_index: int
-
-
-class Came(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """Members that were in no generation before."""
-
-    nodes: tuple[tuple[str, str], ...]
-    """Name and host of each, once."""
-    members: tuple[NewMember, ...]
-
-
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a generation of the one before."""
-
-    number: int
-    base: int
-    """Number of the generation before; 0: `NOTHING`."""
-    members: tuple[Kept | Came, ...]
-    """In the order of their ranks."""
-    complete: int
-    """Complete replicas, which come first."""
-    start: int
-    shape: tuple[int, int]
-    connected_in: tuple[tuple[int, int], ...] = ()
-    """`Generation.groups_connected_in` as runs: the number, and how many replicas have it."""
-    digest: str
-    """Of the whole, see `digest_of`."""
-
-
-def digest_of(generation: Generation) -> str:
-    """xxh3 of all of it."""
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(generation))
 
 
 def difference(base: Generation, new: Generation) -> Difference:
@@ -108,7 +55,7 @@ def difference(base: Generation, new: Generation) -> Difference:
         start=new.start,
         shape=new.shape,
         connected_in=tuple(_runs(new.groups_connected_in)),
-        digest=digest_of(new),
+        digest=new.digest,
     )
 
 
@@ -141,7 +88,7 @@ def apply(base: Generation, change: Difference) -> Generation:
         shape=change.shape,
         groups_connected_in=tuple(number for number, count in change.connected_in for _ in range(count)),
     )
-    if digest_of(made) != change.digest:
+    if made.digest != change.digest:
         raise ProtocolError(
             f"generation {change.number} is not what its coordinator formed: the digests differ"
         )
@@ -171,12 +118,12 @@ def _came(members: Sequence[Member]) -> Came:
         plain = member.worker.startswith(prefix) and number.isdecimal() and str(int(number)) == number
         rows.append(
             NewMember(
-                nodes.setdefault((member.node, member.host), len(nodes)),
-                member.slot,
-                int(number) if plain else member.worker,
-                member.vote_port,
-                member.data_port,
-                member.shard_index,
+                node=nodes.setdefault((member.node, member.host), len(nodes)),
+                slot=member.slot,
+                name=int(number) if plain else member.worker,
+                vote_port=member.vote_port,
+                data_port=member.data_port,
+                shard_index=member.shard_index,
             )
         )
     return Came(tuple(nodes), tuple(rows))

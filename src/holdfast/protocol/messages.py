@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import msgspec
+import xxhash
 
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.health import MOST_READINGS, SUBJECT_CHARS, CheckResult, Finding, Remedy
@@ -119,6 +120,61 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The worker's rank; None when it is not a member."""
         found = self.member(worker)
         return None if found is None else found.rank
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3 of all of it."""
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self))
+
+
+# A generation is sent to thousands of nodes as what has changed since the one that they have: `generation_difference`.
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="k"):
+    """Members of the generation before, with the ranks that follow each other."""
+
+    first: int
+    """Their first rank in it."""
+    count: int
+
+
+class NewMember(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Where others reach a worker that was no member."""
+
+    node: int
+    """Position in `Came.nodes`."""
+    slot: int
+    name: int | str
+    """Its incarnation, where its name is `NODE.SLOT#INCARNATION`; else the whole name."""
+    vote_port: int
+    data_port: int
+    shard_index: int
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """Members that were in no generation before."""
+
+    nodes: tuple[tuple[str, str], ...]
+    """Name and host of each, once."""
+    members: tuple[NewMember, ...]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a generation of the one before."""
+
+    number: int
+    base: int
+    """Number of the generation before; 0: none."""
+    members: tuple[Kept | Came, ...]
+    """In the order of their ranks."""
+    complete: int
+    """Complete replicas, which come first."""
+    start: int
+    shape: tuple[int, int]
+    connected_in: tuple[tuple[int, int], ...] = ()
+    """`Generation.groups_connected_in` as runs: the number, and how many replicas have it."""
+    digest: str
+    """Of the whole, see `Generation.digest`."""
 
 
 # From a worker to its agent, which passes on what the coordinator needs, tagged with the worker's name.
@@ -783,6 +839,16 @@ class Relay(msgspec.Struct, frozen=True, tag="relay"):
     message: ToWorker
 
 
+# Once for each node, however many workers it has. What it is made from is what was sent last on the same connection, or what
+# the agent's hello names.
+class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
+    """A generation, for all workers of a node that are in it."""
+
+    change: Difference
+    orders: tuple[tuple[str, JoinGeneration], ...]
+    """Worker, and what it is told. The generation in it is empty: it is what `change` makes."""
+
+
 # Of all nodes at once: who holds the others up can only be told by comparing pictures of one moment.
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     """Look at every worker of the node and save its stacks."""
@@ -947,6 +1013,7 @@ ToAgent = (
     | Preload
     | KillWorker
     | Relay
+    | Form
     | Inspect
     | RunFault
     | Fence
@@ -1043,6 +1110,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The latest term of a coordinator that it has spoken with."""
     ledger: LedgerMark | None = None
     """How far the copy of the ledger goes that it keeps; None: it keeps none."""
+    generation: tuple[int, str] = (0, "")
+    """Number and digest of the newest one that it was sent, for `Form`."""
 
 
 # Empty. What an agent has to report has messages of its own, and any of them is a sign of life as well.
@@ -1265,5 +1334,5 @@ AgentMessage = (
 
 # One number for all messages. Agents of a job start from one installation as a rule; where they do not, a
 # clear refusal at the hello is better than a field that means something else on the other side.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Of all messages. Agents and coordinators of different versions refuse each other."""

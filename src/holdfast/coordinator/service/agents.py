@@ -18,6 +18,7 @@ from holdfast.coordinator.service.queues import FAREWELL_S, AgentLines, AgentQue
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
+from holdfast.protocol.generation_difference import NOTHING
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.wire.frames import Codec, encode
 
@@ -147,6 +148,10 @@ class AgentConnections:
         # Before the history is read, which may take a second: from now on nothing of the connection before is
         # believed.
         self._speak_for_node(line, hello)
+        # Another generation than the newest, or one that this coordinator never knew: then it is sent the whole.
+        newest = self._loop.core.state.membership.generation
+        same = newest is not None and hello.generation == (newest.number, newest.digest)
+        line.base = newest if newest is not None and same else NOTHING
         if hello.ledger is not None:
             self._lines.with_copy.add(hello.node)
         known = self._loop.core.state.membership.nodes.get(hello.node)

@@ -522,8 +522,11 @@ class DecisionLoop:
         early = [s for s in orders if getattr(s.message, "worker", None) not in begun]
         for order in early:
             self.order_fault(order)  # before the JoinGeneration: a fault may wait for the joining itself
-        for action in actions:
-            self.do(action)
+        try:
+            for action in actions:
+                self.do(action)
+        finally:
+            self._lines.flush()
         for order in orders:
             if order not in early:
                 self.order_fault(order)  # nobody can be told anything before it is started

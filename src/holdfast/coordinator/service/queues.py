@@ -17,6 +17,7 @@ from aiohttp import WSCloseCode, web
 
 from holdfast.coordinator.kernel import events as ev
 from holdfast.protocol import messages as m
+from holdfast.protocol.generation_difference import NOTHING, difference
 from holdfast.protocol.wire.frames import encode
 
 MANY = 10_000
@@ -164,6 +165,10 @@ class AgentQueue(asyncio.Queue[bytes | None]):
         super().__init__()
         self.node, self.session, self.known, self.transport = node, session, session, transport
         self.introduced = False
+        self.base = NOTHING
+        """The newest generation that its agent has."""
+        self.forms: list[tuple[str, m.JoinGeneration]] = []
+        """Of this batch, words for workers to join the same generation."""
 
 
 class AgentLines:
@@ -173,23 +178,43 @@ class AgentLines:
         self.by_node: dict[str, AgentQueue] = {}
         self.with_copy: set[str] = set()
         """Connected nodes that have a copy of the ledger which may be old: none of its batches were sent to them for a while."""
-        self._formed: tuple[m.Generation, msgspec.Raw] | None = None
+        self._forming: dict[str, AgentQueue] = {}
+        self._changes: dict[str, msgspec.Raw] = {}
+        self._formed: m.Generation | None = None
 
     def send(self, node: str, message: m.ToAgent) -> None:
-        """Queues a message for a node's agent, if the core has heard of the one that is connected."""
+        """Queues a message for a node's agent, if the core has heard of the one that is connected. Words to join a generation are
+        kept for `flush`, so that a node is sent a generation once, and not for each of its workers."""
         # Until the core has heard of this agent, its orders are meant for the one before. A dropped order is
         # repeated when the agent's hello is handled.
-        if (line := self.by_node.get(node)) and line.introduced:
-            line.put_nowait(self._frame(message))
+        if (line := self.by_node.get(node)) is None or not line.introduced:
+            return
+        if isinstance(message, m.Relay) and isinstance(message.message, m.JoinGeneration):
+            join = message.message
+            if line.forms and line.forms[0][1].generation is not join.generation:
+                self._form(line)
+            line.forms.append((message.worker, join))
+            self._forming[node] = line
+        else:
+            self._form(line)  # what comes after words to join must not overtake them
+            line.put_nowait(encode(message))
 
-    def _frame(self, message: m.ToAgent) -> bytes:
-        """The same generation is in every JoinGeneration of a batch: it is encoded once."""
-        if not isinstance(message, m.Relay) or not isinstance(message.message, m.JoinGeneration):
-            return encode(message)
-        generation = message.message.generation
-        # By identity: the core makes one Generation per formation. It names every member, so encoding it once
-        # for each would cost the square of the workers.
-        if self._formed is None or self._formed[0] is not generation:
-            self._formed = generation, msgspec.Raw(encode(generation))
-        form = msgspec.structs.replace(message.message, generation=self._formed[1])
-        return encode(m.Relay(message.worker, form))
+    def flush(self) -> None:
+        """Queues what was kept."""
+        forming, self._forming = self._forming, {}
+        for line in forming.values():
+            self._form(line)
+
+    def _form(self, line: AgentQueue) -> None:
+        if not line.forms:
+            return
+        generation = line.forms[0][1].generation
+        # By identity: the core makes one Generation per formation, and nearly all agents have the same one before it.
+        if self._formed is not generation:
+            self._formed, self._changes = generation, {}
+        change: Any = self._changes.get(line.base.digest)
+        if change is None:
+            change = self._changes[line.base.digest] = msgspec.Raw(encode(difference(line.base, generation)))
+        orders = tuple((name, msgspec.structs.replace(join, generation=NOTHING)) for name, join in line.forms)
+        line.put_nowait(encode(m.Form(change=change, orders=orders)))
+        line.base, line.forms = generation, []
