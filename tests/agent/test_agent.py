@@ -16,6 +16,7 @@ from aiohttp import WSCloseCode
 from test_coordinator_link import serving
 
 from holdfast.protocol import messages as m
+from holdfast.protocol.generation_difference import NOTHING, difference
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 from holdfast.protocol.wire.frames import encode
@@ -153,6 +154,61 @@ def test_workers_hear_what_is_to_go_away_also_those_that_start_later(tmp_path):
             return first.code, (await heard(coordinator, m.Exited, "n0.0#2")).code
 
     assert asyncio.run(end_by_notices()) == (3, 3)
+
+
+def test_a_generation_that_does_not_fit_is_asked_for_whole(tmp_path):
+    """An agent applies what has changed since the generation that it has; after a reconnection as well."""
+
+    def generation(number, nodes):
+        members = tuple(
+            m.Member(
+                rank=at,
+                worker=f"n{node}.0#1",
+                node=f"n{node}",
+                slot=0,
+                host="h",
+                vote_port=1,
+                data_port=2,
+                replica=at,
+            )
+            for at, node in enumerate(nodes)
+        )
+        return m.Generation(
+            number=number, members=members, shape=(1, 1), groups_connected_in=(1,) * len(nodes)
+        )
+
+    first, second, third = generation(1, [0, 1, 2]), generation(2, [0, 2]), generation(3, [0, 2, 3])
+
+    def form(base, new):
+        return encode(m.Form(change=difference(base, new), orders=()))
+
+    async def hellos():
+        async with agent(tmp_path, "-m", "holdfast.agent") as (_, coordinator):
+
+            def said():
+                return [x.generation for said in coordinator.said for x in said if isinstance(x, m.Hello)]
+
+            async def next_one(count):
+                await coordinator.until(lambda: len(said()) == count)
+
+            await next_one(1)
+            await coordinator.connection.send_bytes(form(first, second))  # of which it has not heard
+            await next_one(2)
+            await coordinator.connection.send_bytes(form(NOTHING, second))
+            await coordinator.connection.close()
+            await next_one(3)
+            damaged = difference(second, third)
+            damaged = msgspec.structs.replace(damaged, start=7)
+            await coordinator.connection.send_bytes(form(second, third))
+            await coordinator.connection.send_bytes(encode(m.Form(change=damaged, orders=())))
+            await next_one(4)
+            await coordinator.connection.send_bytes(form(NOTHING, third))
+            await coordinator.connection.close()
+            await next_one(5)
+            return said()
+
+    none, known = (0, NOTHING.digest), [(g.number, g.digest) for g in (second, third)]
+    assert asyncio.run(hellos()) == [none, none, known[0], none, known[1]]
 
 
 PRINTS = """

@@ -151,6 +151,21 @@ def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_
     assert all(x.age_s > 0 for x in again)
 
 
+def test_a_second_hello_comes_before_what_waits_and_never_on_a_later_connection(tmp_path):
+    async def said():
+        async with linked(tmp_path) as (coordinator, link):
+            await coordinator.hears(0, m.Hello)
+            link.send(progress(7))
+            link.say_hello()
+            await link.flushed()
+            await coordinator.hears(0, m.Hello, m.Hello, m.FromWorker)
+            link._lost = lambda: [link.say_hello(), link.send(progress(8))]
+            await coordinator.connection.close()
+            await coordinator.hears(1, m.Hello, m.FromWorker, m.FromWorker)
+
+    asyncio.run(said())
+
+
 def test_a_full_queue_keeps_what_is_new_on_a_new_connection(tmp_path):
     """The last steps' losses are told again only as far as there is room."""
     repeated, full = 512, 10_000

@@ -54,6 +54,7 @@ class Agent:
         self.plane, self.name, self.heard = plane, name, Heard()
         self.worker, self.generation, self.committed, self.beats = "", 0, 0, 0
         self.closed, self.formed = False, NOTHING
+        self.forms: list[m.Form] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
@@ -62,8 +63,8 @@ class Agent:
         await self.hello(f"s-{self.name}")
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
-    async def hello(self, session: str) -> None:
-        """As a node of this session, without workers."""
+    async def hello(self, session: str, *workers: m.WorkerView) -> None:
+        """As a node of this session, with these workers."""
         await self.send(
             m.Hello(
                 version=m.PROTOCOL_VERSION,
@@ -73,6 +74,8 @@ class Agent:
                 slots=1,
                 pid=1,
                 ports=(1, 2),
+                workers=workers,
+                generation=(self.formed.number, self.formed.digest),
             )
         )
 
@@ -120,6 +123,7 @@ class Agent:
             order = _codec.decode(frame.data)
             said = order.message if isinstance(order, m.Relay) else order
             if isinstance(order, m.Form):
+                self.forms.append(order)
                 self.formed = apply(self.formed if order.change.base else NOTHING, order.change)
                 ((_, join),) = order.orders
                 said = msgspec.structs.replace(join, generation=self.formed)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.protocol.generation_difference import NOTHING, Difference, apply, difference
-from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.messages import Came, Generation, Kept, Member, NewMember
 
 
 def generation(number, workers, shards=1, start=0, connected=()):
@@ -47,6 +47,7 @@ def test_both_sides_have_the_same_generation(before, after, shards, connected):
         return {f"n{i // 8}.{way(i)}#{i}" if i % 5 else f"odd-{i}": f"n{i // 8}" for i in numbers}
 
     base = generation(3, named(before, lambda i: i % 8), shards)
+    connected = connected[: len(after) // shards]
     new = generation(4, named(after, lambda i: i % 8), shards, start=7, connected=connected)
     assert apply(base, sent(difference(base, new))) == new
     assert apply(NOTHING, sent(difference(NOTHING, new))) == new
@@ -81,6 +82,30 @@ def test_another_base_is_refused():
     other = msgspec.structs.replace(base, members=tuple(reversed(base.members)))
     with pytest.raises(ProtocolError, match="the digests differ"):
         apply(other, change)
-    far = msgspec.structs.replace(change, members=(change.members[0].__class__(7, 9),))
-    with pytest.raises(ProtocolError, match="names members 7 to 16 of 2"):
-        apply(base, far)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"members": (Kept(1, 2),)}, "names members 1 to 3 of 2"),
+        ({"members": (Kept(0, 2), Kept(0, 1))}, "keeps more members than the 2 before"),
+        ({"members": (Kept(0, 10**12),)}, "keeps more members than the 2 before"),
+        ({"members": (Kept(1, -1),)}, "has a run of -1"),
+        ({"connected_in": ((1, 10**12),)}, "groups of more replicas than 1 members form"),
+        ({"connected_in": ((1, -1),)}, "has a run of -1"),
+        (
+            {
+                "members": (
+                    Came((), (NewMember(node=0, slot=0, name=1, vote_port=1, data_port=1, shard_index=0),)),
+                )
+            },
+            "names node 0 of 0",
+        ),
+        ({"complete": 0}, "the digests differ"),
+    ],
+)
+def test_a_damaged_difference_is_refused(fields, why):
+    base, new = generation(1, {"a.0#1": "a", "b.0#2": "b"}), generation(2, {"b.0#2": "b"})
+    change = msgspec.structs.replace(difference(base, new), **fields)
+    with pytest.raises(ProtocolError, match=why):
+        apply(base, sent(change))

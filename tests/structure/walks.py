@@ -77,8 +77,7 @@ coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
         coordinator/service/decision_loop:DecisionLoop._carry_out
             coordinator/service/decision_loop:DecisionLoop.do
                 coordinator/service/queues:AgentLines.send
-                    coordinator/service/queues:AgentLines._frame
-                        protocol/wire/frames:encode
+                    protocol/wire/frames:encode
 """
 """What an agent tells the coordinator, until it is decided, written and answered: a part of two walks."""
 
@@ -91,7 +90,8 @@ train/step:Step.__iter__ by Step
     train/step:Step._take_share
         train/replica:Replica.take_share
             train/place:Place.share
-                train/place:share_of
+                train/place:Place._of_generation
+                    train/place:share_of
             train/reduction:GradientSum.expect
 train/step:Step.backward by Step
     train/step:Step._say_weight

@@ -384,11 +384,10 @@ class Agent:
             base = self._generation if order.change.base else NOTHING
             self._generation = apply(base, order.change)
         except ProtocolError as error:
-            # Its workers must not hear of another generation than all others: the hello says that it has none, and its answer
-            # is the whole.
+            # Its workers must not be in another generation than all others: a hello that names none is answered with the whole.
             _log.warning("asking for the whole generation: %s", error)
             self._generation = NOTHING
-            self._link.send(self._hello())
+            self._link.say_hello()
             return
         for name, join in order.orders:
             self._relay(name, msgspec.structs.replace(join, generation=self._generation))

@@ -110,6 +110,7 @@ class CoordinatorLink:
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
         self._silent = False
+        self._says_hello = False
         self._lost_s: float | None = time.monotonic()
         self._heard_s = 0.0
         """When the coordinator last said anything."""
@@ -124,6 +125,14 @@ class CoordinatorLink:
         self._outbox.put(message, time.monotonic())
         # Before the event that wakes the sender: `flushed` must never return with this message still in the
         # queue.
+        self._idle.clear()
+        self._news.set()
+
+    def say_hello(self) -> None:
+        """Says hello again on this connection, before what waits: the coordinator then repeats what this node has to know."""
+        # Built when it is sent. One that waited for a connection would come after that connection's own, and describe
+        # what is over.
+        self._says_hello = True
         self._idle.clear()
         self._news.set()
 
@@ -224,6 +233,7 @@ class CoordinatorLink:
     async def _talk(self, link: aiohttp.ClientWebSocketResponse) -> bool:
         give_up_when_gone(link, SILENT_BEATS * self._heartbeat_s)
         async with link:
+            self._says_hello = False
             try:
                 # The hello is built now and not when the connection was lost: it is the complete truth about
                 # this node, so whatever was missed in between does not matter.
@@ -347,12 +357,19 @@ class CoordinatorLink:
 
     async def _sending(self, link: aiohttp.ClientWebSocketResponse) -> None:
         while True:
-            if not self._outbox:
+            if not self._outbox and not self._says_hello:
                 self._idle.set()
                 self._news.clear()
                 await self._news.wait()
             if self._silent:
                 await asyncio.Event().wait()
+            if self._says_hello:
+                self._says_hello = False
+                try:
+                    await link.send_bytes(encode(self._hello()))
+                except (OSError, aiohttp.ClientError):
+                    return  # the next connection begins with one
+                continue
             letter = self._outbox.take()
             try:
                 await link.send_bytes(encode(_dated(letter)))

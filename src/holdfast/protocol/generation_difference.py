@@ -8,7 +8,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -71,6 +71,9 @@ def apply(base: Generation, change: Difference) -> Generation:
         )
     per_replica = change.shape[0] * change.shape[1]
     seated = change.complete * per_replica
+    # A run is short however many it stands for, so a damaged one is refused before it is made.
+    if _length(run.count for run in change.members if isinstance(run, Kept)) > len(base.members):
+        raise ProtocolError(f"a difference keeps more members than the {len(base.members)} before")
     members: list[Member] = []
     for run in change.members:
         if isinstance(run, Kept):
@@ -81,6 +84,10 @@ def apply(base: Generation, change: Difference) -> Generation:
             members += base.members[run.first : run.first + run.count]
         else:
             members += _members(run)
+    if _length(count for _, count in change.connected_in) > len(members):
+        raise ProtocolError(
+            f"a difference names the groups of more replicas than {len(members)} members form"
+        )
     made = Generation(
         number=change.number,
         members=tuple(_seat(member, rank, seated, per_replica) for rank, member in enumerate(members)),
@@ -93,6 +100,20 @@ def apply(base: Generation, change: Difference) -> Generation:
             f"generation {change.number} is not what its coordinator formed: the digests differ"
         )
     return made
+
+
+def _length(counts: Iterable[int]) -> int:
+    """Their sum.
+
+    Raises:
+        ProtocolError: one is negative.
+    """
+    length = 0
+    for count in counts:
+        if count < 0:
+            raise ProtocolError(f"a difference has a run of {count}")
+        length += count
+    return length
 
 
 def _placed(member: Member, rank: int, of: Generation) -> Member:

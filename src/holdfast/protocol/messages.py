@@ -629,7 +629,7 @@ class Preload(msgspec.Struct, frozen=True, kw_only=True, tag="preload"):
 
 
 # All that a member needs, in one message: it may be the last one that it gets, if the coordinator dies now.
-class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-generation"):
+class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="join-generation"):
     """Join this generation."""
 
     generation: Generation
