@@ -201,3 +201,25 @@ def test_a_newcomer_that_fills_one_of_two_places_waits_for_the_other():
     desk.wait(5.0)
     assert desk.state.membership.replacing
     assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())
+
+
+def test_a_replica_that_once_halted_is_not_broken_by_a_later_change_in_order():
+    """How far its workers had been belongs to the generation that broke."""
+    desk = sharded(6)
+    desk.lose("n5")
+    first = desk.state.membership.number
+    for worker in desk.members()[:4]:
+        assert desk.told(worker, m.Break)[-1].halt
+        desk.says(worker, m.Halted(first, {"columns": 3}))
+    for worker in desk.members()[:4]:
+        assert desk.told(worker, m.RunTo)[-1].leave
+        desk.says(worker, m.Parked(generation=first, committed=6, agreement=1))
+    desk.parks(desk.members()[4], 6)
+    assert desk.state.membership.number == first + 1
+    desk.commit(8)
+    desk.do(e.ResizeRequested(2, "smaller"))
+    for worker in desk.members():
+        assert desk.told(worker, m.EndAtCommit)
+        desk.says(worker, m.Parked(generation=first + 1, committed=9, agreement=0))
+        assert not any(desk.told(w, m.Break, newest=True) for w in desk.members())
+    assert desk.state.membership.number == first + 2

@@ -229,7 +229,7 @@ class PhaseIndex:
     def move_worker(self, worker: Worker, was: WorkerPhase) -> None:
         """A worker changed its phase."""
         self.changes += _GROUP.get(was) != _GROUP.get(worker.phase)
-        if was is WorkerPhase.MEMBER and self._membership.halting:
+        if self._membership.halting and was in (WorkerPhase.MEMBER, WorkerPhase.PARKED):
             self._left[worker.name] = worker
         self._workers[was].drop(worker.name)
         self._workers[worker.phase].put(self._numbers[worker.name], worker)

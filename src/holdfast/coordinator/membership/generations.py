@@ -321,6 +321,8 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         if s.membership.shard_count > 1
         else ()
     )
+    # Of the generation that broke. A worker that leaves this one in order would else be taken for one that did not halt.
+    s.membership.halting = {}
     # The number is the fence. It is in every message of and to a member, rises by one for each generation and
     # is written before JoinGeneration is sent; so whatever an old generation still says can be recognized and
     # dropped.
