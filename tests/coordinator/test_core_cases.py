@@ -596,6 +596,20 @@ def test_who_holds_the_others_up_is_taken_out():
     assert desk.state.membership.phase is JobPhase.BREAKING
 
 
+@pytest.mark.parametrize(
+    ("phase", "joined"), [(Phase.FORWARD, True), (Phase.JOIN, False), (Phase.COMMIT, False)]
+)
+def test_a_member_in_a_step_has_joined_whether_or_not_that_was_written(phase, joined):
+    """It may compile its first one. A member that resolves the step before is not connected yet."""
+    desk = running(2)
+    worker = desk.known("n1.0#2")
+    worker.joined_generation = 0
+    desk.crash()
+    page = PageReading(generation=desk.state.membership.number, committed=5, phase=int(phase))
+    desk.back(n1={"page": page})
+    assert (desk.known(worker.name).joined_generation == desk.state.membership.number) is joined
+
+
 def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str, m.WorkerView]:
     """All members connect to each other, each waiting for a rank; the last one has just come and committed nothing."""
     views, number = {}, desk.state.membership.number

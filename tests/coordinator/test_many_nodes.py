@@ -12,6 +12,7 @@ from bench.coordinator import Job, hello, job, ready, says
 from counted import lines_of
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.server import Coordinator
+from holdfast.coordinator.service.store import SNAPSHOT
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Resume
 from holdfast.protocol.messages import WorkerView
@@ -89,9 +90,9 @@ def _form(action: e.Send) -> bool:
     return isinstance(action.message, m.Relay) and isinstance(action.message.message, m.JoinGeneration)
 
 
-async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, int, list[int]]:
+async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, int, list[int], int]:
     """A node is lost, and all others answer as fast as they can. How many they are, how many of them are in the next
-    generation, and how many events each batch had."""
+    generation, how many events each batch had, and how often the state was written."""
     coordinator = Coordinator(job_dir, job(nodes, nproc), Resume())
     state, batches = coordinator._core.state, []
     deciding = asyncio.create_task(coordinator._loop.decide_all())
@@ -112,6 +113,8 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     coordinator._core.handle_all = lambda events, now: (batches.append(len(events)), handle_all(events, now))[
         1
     ]
+    write, states = coordinator._ledger.write, []
+    coordinator._ledger.write = lambda batch: (states.append(SNAPSHOT in batch.kept), write(batch))[1]
     await coordinator._loop.effect(e.NodeLost(last, state.membership.nodes[last].session))
     left = [w for w in workers if w.node != last]
     for worker in left:
@@ -119,11 +122,15 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
         coordinator._loop.handle(says(worker, m.Parked(generation=1, committed=5)))
         await asyncio.sleep(0)  # each comes by a connection of its own
     await coordinator._loop.effect(e.Tick())
+    for worker in left:
+        coordinator._loop.handle(says(worker, m.Joined(state.membership.number, 0.01)))
+    await coordinator._loop.effect(e.Tick())
     deciding.cancel()
     assert await coordinator._ledger.close(30.0)
     assert state.membership.generation is not None
     names = {x.worker for x in state.membership.generation.members}
-    return len(left), len(names & {w.name for w in left}) * (state.membership.number == 2), batches
+    formed = len(names & {w.name for w in left}) * (state.membership.number == 2)
+    return len(left), formed, batches, sum(states)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +142,11 @@ def test_every_survivor_is_in_the_next_generation(tmp_path, nodes, nproc):
     job_dir = tmp_path / "jobs" / "job"
     job_dir.mkdir(parents=True)
     (job_dir / "token").write_text("secret")
-    left, formed, batches = asyncio.run(_lost_and_formed(job_dir, nodes, nproc))
+    left, formed, batches, states = asyncio.run(_lost_and_formed(job_dir, nodes, nproc))
     assert left == (nodes - 1) * nproc
     assert formed == left
-    assert len(batches) < left / 2, "what waits is decided and written together"
+    assert max(batches) >= left, "what waits is decided together"
+    assert states == 2, "what was decided, when it was lost and when the next one formed"
 
 
 def answers(job: Job, actions: list[e.Action]) -> None:

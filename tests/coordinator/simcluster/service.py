@@ -9,6 +9,7 @@ import msgspec
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
+from holdfast.coordinator.service.decision_loop import routine
 from holdfast.protocol import messages as m
 from simcluster.agent import Connection
 from simcluster.clock import Timer
@@ -83,7 +84,7 @@ class Service:
             return
         actions = core.handle(event, now)
         self.cluster.checks.handled(event, actions, core)
-        if self.cluster.plan.coordinator_dies and (actions or not _routine(event)):
+        if self.cluster.plan.coordinator_dies and (actions or not routine(event)):
             self._last_s, self._disk = now, msgspec.msgpack.encode(core.state)
         if self._dies_between:
             self._send_some(actions)
@@ -191,15 +192,3 @@ class Service:
         self.cluster.log("the coordinator is back")
         self.cluster.checks.restarted(self.core)
         self.handle(e.Recovered(self._last_s))
-
-
-def _routine(event: e.Event) -> bool:
-    """What the real service does not persist when nothing came of it."""
-    if isinstance(event, e.Tick):
-        return True
-    if not isinstance(event, e.NodeSays):
-        return False
-    said = event.message
-    return isinstance(said, m.Heartbeat) or (
-        isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress)
-    )

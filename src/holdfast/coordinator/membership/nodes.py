@@ -88,6 +88,7 @@ OUT_OF_MEMORY_S = 10.0
 """So far apart the first sign of an incident and the time that an engine gives may be: clocks differ, and Kubernetes counts
 whole seconds."""
 
+_IN_A_STEP = range(Phase.DATA, Phase.UPDATE)
 _SEEN_FROM_OUTSIDE = (causes.ConnectionClosed, causes.NodeSilent, causes.AgentReplaced)
 """How the loss of a node is seen, which says nothing about its reason."""
 
@@ -399,6 +400,10 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
         # The coordinator before may have heard of more steps than it wrote. The events of what was lost with it name the step.
         # It is not handled as a report: those tell how long ago the step was, which the page does not.
         membership.committed = max(membership.committed, view.page.committed)
+    # In a step it is connected. That it said so may not be written, and one that compiles its first step has the time of a
+    # start for it.
+    if current is not None and view.page.generation == current.number and view.page.phase in _IN_A_STEP:
+        worker.joined_generation = current.number
     if view.attached:
         context.request(HandleReport(worker, m.Attached()))
     if view.ready:

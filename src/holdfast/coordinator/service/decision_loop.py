@@ -392,7 +392,7 @@ class DecisionLoop:
         orders += self.injector.due(state, now)
         # What only moves deadlines is not written: heartbeats come from every node several times a second,
         # and a successor learns the same within one heartbeat.
-        urgent = bool(actions) or not all(map(_routine, events))
+        urgent = bool(actions) or not all(map(routine, events))
         batch = self._batch(events, actions, now, before)
         if urgent:
             # State, clock and injector are in one batch, so in one transaction: a state whose clock is older
@@ -631,8 +631,8 @@ def _age_s(event: ev.Event) -> float:
     return message.age_s if isinstance(message, m.FromWorker) else 0.0
 
 
-def _routine(event: ev.Event) -> bool:
-    """Events that come many times a second and change nothing that a successor could not learn anew."""
+def routine(event: ev.Event) -> bool:
+    """Events that come in great number and change nothing that a successor could not learn anew."""
     # An acknowledgement that is forgotten is given again when the successor announces the order again. Time
     # in which nobody listened only moves deadlines, and a successor moves them by all that it did not see. If
     # it were written, a slow machine with a broken ledger would hear of no step any more.
@@ -641,6 +641,11 @@ def _routine(event: ev.Event) -> bool:
     if not isinstance(event, ev.NodeSays):
         return False
     message = event.message
-    return isinstance(message, m.Heartbeat | m.StoreProgress) or (
-        isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring)
+    if isinstance(message, m.Heartbeat | m.StoreProgress):
+        return True
+    # Of each worker its agent knows the newest of these, and its hello repeats them. Every worker of a large job sends some
+    # within the same second, when a generation breaks and the next one forms. Losses are not read out of a hello.
+    report = message.message if isinstance(message, m.FromWorker) else None
+    return isinstance(report, m.Progress | m.Restoring | m.Attached | m.Joined) or (
+        isinstance(report, m.Parked) and not report.losses
     )
