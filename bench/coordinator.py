@@ -59,13 +59,13 @@ def ready(worker: Worker, shards: int = 1) -> m.Ready:
     )
 
 
-def job(nodes: int, nproc: int, spares: int = 0) -> JobSpec:
-    """That may go on with any number of them, and saves nothing."""
+def job(nodes: int, nproc: int, spares: int = 0, least: int = 1) -> JobSpec:
+    """That may go on with `least` nodes of them, and saves nothing."""
     saving = Saving(SnapshotOptions("0"))
     return JobSpec(
         name="job",
         script="train.py",
-        min_nodes=1,
+        min_nodes=least,
         max_nodes=nodes,
         nproc=nproc,
         spares=spares,
@@ -76,9 +76,9 @@ def job(nodes: int, nproc: int, spares: int = 0) -> JobSpec:
 class Job:
     """A core in the middle of a job of this size; `now` is its clock."""
 
-    def __init__(self, nodes: int, nproc: int, shards: int = 1, spares: int = 0) -> None:
-        """shards: workers of a replica. spares: nodes beside the others, whose workers wait."""
-        self.core, self.now = Core(job(nodes, nproc, spares)), 1000.0
+    def __init__(self, nodes: int, nproc: int, shards: int = 1, spares: int = 0, least: int = 1) -> None:
+        """shards: workers of a replica. spares: nodes beside the others, whose workers wait. least: nodes with which it goes on."""
+        self.core, self.now = Core(job(nodes, nproc, spares, least)), 1000.0
         self.do(e.Tick(), *(e.NodeJoined(hello(i, nproc)) for i in range(nodes + spares)))
         there = list(self.core.state.membership.workers.values())
         self.do(*(says(w, x) for w in there for x in (m.Attached(), ready(w, shards))))

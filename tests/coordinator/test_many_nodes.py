@@ -219,3 +219,20 @@ def test_a_whole_story_costs_no_more_than_the_size_of_the_job(story, shards):
         left = (nodes - 1 if story is lost else nodes) * 8
         per_worker.append(lines_of(lambda job=job: story(job)) / left)
     assert per_worker[1] <= 1.1 * per_worker[0]
+
+
+class OneByOne(Job):
+    """Handles every event by itself, as when messages come apart."""
+
+    def do(self, *events: e.Event) -> list[e.Action]:
+        return [action for event in events for action in super(OneByOne, self).do(event)]
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("fixed", [True, False], ids=["of a fixed size", "elastic"])
+def test_a_start_costs_no_more_than_the_size_of_the_job(shards, fixed):
+    per_worker = []
+    for nodes in (8, 32):
+        lines = lines_of(lambda n=nodes: OneByOne(n, 8, shards, spares=1, least=n if fixed else 1))
+        per_worker.append(lines / (8 * nodes))
+    assert per_worker[1] <= 1.1 * per_worker[0]

@@ -134,7 +134,7 @@ def fleet_size(context: Context) -> int:
     """Nodes that the job has or is to have."""
     # Of the nodes that the job is to have, not only of those that live: after a loss of half of them the
     # limit must not shrink with them.
-    return max(len(context.alive_nodes()), context.state.wanted_nodes + context.spec.spares)
+    return max(len(context.index.alive_nodes), context.state.wanted_nodes + context.spec.spares)
 
 
 def nodes_at_once(context: Context) -> int:

@@ -94,6 +94,7 @@ class PhaseIndex:
 
     Attributes:
         alive_nodes, alive_workers: those that are not gone, by name, in the order in which they came.
+        ready: how many workers wait to join, by the shard that they were built for.
         changes: how often it changed which nodes there are, or which workers train, wait or are on their way. Whoever has looked
             at all of them once need not look again while this number is the same.
     """
@@ -110,7 +111,10 @@ class PhaseIndex:
         self._at: dict[NodePlace, dict[str, Node]] = {}
         self._numbers: dict[str, int] = {}
         self._came = self.changes = 0
+        self.ready: Counter[int] = Counter()
         self._left: dict[str, Worker] = {}
+        self._started: dict[str, Worker] = {}
+        self._positions: dict[str, int] | None = None
         for node in membership.nodes.values():
             self._enter_node(node)
         for worker in membership.workers.values():
@@ -172,6 +176,17 @@ class PhaseIndex:
         left, self._left = self._left, {}
         return list(left.values())
 
+    def take_started(self) -> list[Worker]:
+        """Workers that were started since the last question, also those that are gone."""
+        started, self._started = self._started, {}
+        return list(started.values())
+
+    def position(self, node: Node) -> int:
+        """How many nodes that are not gone came before this one."""
+        if self._positions is None:
+            self._positions = {name: at for at, name in enumerate(self.alive_nodes)}
+        return self._positions[node.name]
+
     def _enter_node(self, node: Node) -> None:
         self.changes += 1
         # One counter for nodes and workers, and it only rises. A node that joins again gets a new number, so
@@ -180,6 +195,8 @@ class PhaseIndex:
         self._numbers[node.name] = self._came
         self._nodes[node.phase].put(self._came, node)
         if node.alive:
+            if self._positions is not None and node.name not in self._positions:
+                self._positions[node.name] = len(self._positions)
             self.alive_nodes[node.name] = node
             for place in _within(node.place):
                 self._at.setdefault(place, {})[node.name] = node
@@ -202,6 +219,7 @@ class PhaseIndex:
         del self._numbers[node.name]
 
     def _remove(self, node: Node) -> None:
+        self._positions = None
         self.alive_nodes.pop(node.name, None)
         for place in _within(node.place):
             there = self._at.get(place, {})
@@ -222,6 +240,8 @@ class PhaseIndex:
         self._came += 1
         self._numbers[worker.name] = self._came
         self._workers[worker.phase].put(self._came, worker)
+        self.ready[worker.shard_index] += worker.phase is WorkerPhase.READY
+        self._started[worker.name] = worker
         if worker.phase is not WorkerPhase.GONE:
             self.alive_workers[worker.name] = worker
             self._workers_of.setdefault(worker.node, {})[worker.name] = worker
@@ -233,6 +253,7 @@ class PhaseIndex:
             self._left[worker.name] = worker
         self._workers[was].drop(worker.name)
         self._workers[worker.phase].put(self._numbers[worker.name], worker)
+        self.ready[worker.shard_index] += (worker.phase is WorkerPhase.READY) - (was is WorkerPhase.READY)
         # GONE may follow GONE, because agents report an end twice. Only the first one gives the slot back:
         # after it, another worker may have it.
         if worker.phase is WorkerPhase.GONE and self.alive_workers.pop(worker.name, None) is not None:
@@ -245,6 +266,7 @@ class PhaseIndex:
     def drop_worker(self, worker: Worker) -> None:
         """A worker that is gone is forgotten."""
         self._workers[worker.phase].drop(worker.name)
+        self._started.pop(worker.name, None)
         del self._numbers[worker.name]
 
     def renew(self, node: Node) -> None:
@@ -282,11 +304,13 @@ class PhaseIndex:
             yield nodes.names()
         for workers in self._workers.values():
             yield workers.names()
+        yield +self.ready
 
 
 _KINDS = (
     *("alive nodes", "alive workers", "places", "workers of nodes", "nodes with room", "lemons"),
     *(phase.value for phase in (*NodePhase, *WorkerPhase)),
+    "shards of workers that are ready",
 )
 
 

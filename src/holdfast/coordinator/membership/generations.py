@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context, ReportUnreadable, RewindTo, SpreadCopies
-from holdfast.coordinator.kernel.state import Assignment, JobPhase, MemorySnapshot, Timer, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import (
+    Assignment,
+    JobPhase,
+    MemorySnapshot,
+    NodePhase,
+    Timer,
+    Worker,
+    WorkerPhase,
+)
 from holdfast.coordinator.membership import (
     nodes,
     policy,
@@ -210,12 +218,22 @@ def try_form(context: Context) -> None:
             context, f"no checkpoint could be loaded: {s.storage.unread[0]}{more}; {advice}", "failed"
         )
         return
-    ready = context.workers_in(WorkerPhase.READY)
-    # Lemons last, then nodes that failed before. The name breaks ties, so that two coordinators with the same
-    # state choose the same workers.
-    fresh = sorted(ready, key=lambda w: (*queries.tier(s.membership.nodes[w.node]), w.node))
-    kept, joining = resize.choose(context, survivors, fresh)
-    count = replicas.strength(context, kept, joining)
+    if _is_first_and_waits(context, survivors):
+        return
+    # Before it is looked who they are: while a large job starts, everyone that gets ready asks.
+    count = (
+        len(survivors) + context.count_workers(WorkerPhase.READY)
+        if survivors
+        else replicas.complete_ones(context) * s.membership.shard_count
+    )
+    tells = s.membership.number and not s.membership.waiting
+    if count >= s.needed or tells:
+        ready = context.workers_in(WorkerPhase.READY)
+        # Lemons last, then nodes that failed before. The name breaks ties, so that two coordinators with the same
+        # state choose the same workers.
+        fresh = sorted(ready, key=lambda w: (*queries.tier(s.membership.nodes[w.node]), w.node))
+        kept, joining = resize.choose(context, survivors, fresh)
+        count = replicas.strength(context, kept, joining)
     if count >= s.needed:
         s.deadlines.clear(Timer.WAIT)
         # Only the first generation waits for more; every later one forms with what it has, because training
@@ -234,7 +252,7 @@ def try_form(context: Context) -> None:
         s.deadlines.clear(Timer.WAIT)  # they have a deadline of their own
     elif not s.deadlines.is_set(Timer.WAIT):
         s.deadlines.set(Timer.WAIT, context.now + context.timing.wait_s)
-    if s.membership.number and not s.membership.waiting:
+    if tells:
         s.membership.waiting = True
         context.concerns(*(incident.id for incident in incidents.open_ones(s)))
         context.record(ledger.Waiting(workers=count, target=s.target))
@@ -243,6 +261,20 @@ def try_form(context: Context) -> None:
     if queries.hopeless(context):
         why = "the restart budget is used up" if context.budget_spent() else "no more nodes can be requested"
         shutdown.request(context, why, "failed", incidents.last_root_cause(s))
+
+
+def _is_first_and_waits(context: Context, survivors: list[Worker]) -> bool:
+    """Whether the first generation waits for more workers, as far as their number alone tells."""
+    s = context.state
+    if (
+        s.membership.number
+        or survivors
+        or context.count_nodes(NodePhase.LEAVING)
+        or not s.needed <= replicas.complete_ones(context) * s.membership.shard_count < s.target
+    ):
+        return False
+    s.deadlines.clear(Timer.WAIT)
+    return _worth_waiting(context)
 
 
 def _every_shard_is_held(context: Context, survivors: list[Worker]) -> bool:
@@ -258,7 +290,7 @@ def _worth_waiting(context: Context) -> bool:
     with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
     s = context.state
     pending = context.count_workers(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    missing = len(context.alive_nodes()) < s.wanted_nodes or (
+    missing = len(context.index.alive_nodes) < s.wanted_nodes or (
         s.storage.snapshots and queries.expected(context)
     )
     if not (pending or s.membership.replacing or missing):

@@ -453,7 +453,7 @@ def staff(context: Context) -> None:
         if context.is_ahead(Timer.START_AFTER) and slot in node.used:
             continue
         # A guess, for scripts that read RANK before they start: the real rank is in JoinGeneration.
-        rank = len(context.alive_workers())
+        rank = len(context.index.alive_workers)
         processes.start_worker(
             context, node, slot, processes.environment(context, node, slot, rank, context.spec.target)
         )

@@ -89,13 +89,12 @@ def ask_all_to_end(context: Context, grace_s: float) -> None:
 def environment(context: Context, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
     """torchrun's environment variables for one worker. At level 2 the rank in them is a guess; `run.rank` is the rank."""
     spec = context.spec
-    there = context.alive_nodes()
-    master = there[0]
+    master = next(iter(context.index.alive_nodes.values()))
     ports = master.ports or (29500,)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(slot),
-        "GROUP_RANK": str(there.index(node)),
+        "GROUP_RANK": str(context.index.position(node)),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": "default",
         "WORLD_SIZE": str(world),

@@ -205,8 +205,7 @@ def assign(
     # A worker can only take the place of its own shard: the state that it holds is of that shard, and to hold
     # another one it would have to fetch it all. So the scarcest shard decides how many replicas are complete,
     # and everything below only chooses which ones.
-    groups = [[w for w, p in survivors.items() if p == q] for q in range(shard_count)]
-    fresh = [[w for w, p in newcomers.items() if p == q] for q in range(shard_count)]
+    groups, fresh = _by_shard(survivors, shard_count), _by_shard(newcomers, shard_count)
     count = min(most, *(len(groups[q]) + len(fresh[q]) for q in range(shard_count)))
     old: dict[int, dict[int, str]] = {}
     for member in previous.members if previous else ():
@@ -250,6 +249,14 @@ def assign(
     )
 
 
+def _by_shard(shards: Mapping[str, int], shard_count: int) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in range(shard_count)]
+    for worker, shard_index in shards.items():
+        if shard_index < shard_count:
+            found[shard_index].append(worker)
+    return found
+
+
 def _fill(
     replicas: list[dict[int, str]],
     waiting: Sequence[Sequence[str]],
@@ -289,11 +296,6 @@ def wanted(there: Sequence[int], shard_count: int, replicas: int) -> list[int]:
     """The shards for which workers are missing, the scarcest first; `there`: the shard of every worker."""
     found = Counter(there)
     counts = [found[q] for q in range(shard_count)]
-    missing = []
-    # One at a time for the scarcest, counting it as there: so two missing workers of different shards are
-    # asked for as one of each, not as two of the first.
-    while min(counts) < replicas:
-        scarce = counts.index(min(counts))
-        missing.append(scarce)
-        counts[scarce] += 1
-    return missing
+    # As if each that is listed was there: so two missing workers of different shards are asked for as one of each, not as
+    # two of the first.
+    return [q for level in range(min(counts), replicas) for q in range(shard_count) if counts[q] <= level]

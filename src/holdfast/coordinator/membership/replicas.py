@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context, StopJob
 from holdfast.coordinator.kernel.deadlines import Watched
-from holdfast.coordinator.kernel.state import Halting, Node, RootCause, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Halting, Node, NodePhase, RootCause, Worker, WorkerPhase
 from holdfast.coordinator.membership import queries
 from holdfast.coordinator.membership.rank_assignment import RankAssignment, assign, match, wanted
 from holdfast.protocol import ledger
@@ -27,9 +27,12 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
     s = context.state
     known = any(w.ready is not None for w in context.index.alive_workers.values())
     if not known or ready.shape == s.membership.shape:
+        # Of the others it is below that already. All, if they were counted for another shape.
+        started, same = context.index.take_started(), ready.shape == s.membership.shape
         s.membership.shape, worker.shard_index = ready.shape, ready.shard_index
-        for starting in context.workers_in(*COMING):
-            starting.shard_index %= s.membership.shard_count
+        for starting in started if same else context.workers_in(*COMING):
+            if starting.phase in COMING:
+                starting.shard_index %= s.membership.shard_count
         if (
             s.membership.asked_nodes is not None and s.membership.asked_nodes < s.least_nodes
         ):  # nobody knew the shape then
@@ -82,11 +85,14 @@ def strength(context: Context, survivors: list[Worker], newcomers: list[Worker])
     membership = context.state.membership
     if membership.shard_count == 1:
         return len(survivors) + len(newcomers)
-    there = len(survivors) + len(newcomers)
-    replicas = assign(
-        membership.generation, shards_of(survivors), shards_of(newcomers), membership.shard_count, there
-    ).replicas
-    return len(replicas) * membership.shard_count
+    # The scarcest shard decides how many replicas are complete.
+    counts = Counter(w.shard_index for w in (*survivors, *newcomers))
+    return min(counts[q] for q in range(membership.shard_count)) * membership.shard_count
+
+
+def complete_ones(context: Context) -> int:
+    """Number of replicas that the workers that are ready make up."""
+    return min(context.index.ready[q] for q in range(context.state.membership.shard_count))
 
 
 def next_shard(context: Context, node: Node, rank: int) -> int:
@@ -100,25 +106,56 @@ def next_shard(context: Context, node: Node, rank: int) -> int:
         # and in whatever order nodes join. What then is too many of one shard is built again, see `rebuild`.
         used = {w.shard_index for w in peers}
         return next(n for n in count(min(used, default=rank)) if n not in used)
-    there = [w.shard_index for w in context.alive_workers() if s.membership.nodes[w.node].leaving is None]
-    replicas = max(s.target // s.membership.shard_count, len(there) // s.membership.shard_count + 1)
-    missing = wanted(there, s.membership.shard_count, replicas)
-    if not peers:
-        return missing[0]
+    there = _there(context)
+    fewest = min(there.counts[q] for q in range(s.membership.shard_count))
     # Of the scarcest shards, the one that is scarce where it stands.
-    counts, near = Counter(there), Counter(w.shard_index for w in peers)
-    return min((q for q in missing if counts[q] == counts[missing[0]]), key=lambda q: (near[q], q))
+    near = Counter(w.shard_index for w in peers)
+    scarce = (q for q in range(s.membership.shard_count) if there.counts[q] == fewest)
+    chosen = min(scarce, key=lambda q: (near[q], q))
+    # Whoever asks starts one. It is counted here, or starting all workers of a job would cost the square of their number.
+    there.counts[chosen] += node.leaving is None
+    there.at = context.index.changes + 1
+    return chosen
+
+
+@dataclass
+class _There:
+    """How many workers there are for each shard, on nodes that stay."""
+
+    at: int = -1
+    """`PhaseIndex.changes` when they were counted."""
+    counts: Counter[int] = field(default_factory=Counter)
+
+
+def _there(context: Context) -> _There:
+    known = context.transient(_There)
+    if known.at != context.index.changes:
+        nodes, workers = context.state.membership.nodes, context.index.alive_workers.values()
+        known.counts = Counter(w.shard_index for w in workers if nodes[w.node].leaving is None)
+        known.at = context.index.changes
+    return known
 
 
 def _replicas_within_reach(context: Context, there: list[int], others: int) -> int:
     """So many complete replicas there can be, of workers that hold a shard and `others` that may be built for any."""
     s = context.state
-    replicas = max(1, s.target // s.membership.shard_count)
-    while replicas > 1 and len(wanted(there, s.membership.shard_count, replicas)) > others:
+    replicas, counts = max(1, s.target // s.membership.shard_count), Counter(there)
+    shards = range(s.membership.shard_count)
+    while replicas > 1 and sum(max(0, replicas - counts[q]) for q in shards) > others:
         # Fewer replicas and not an incomplete one: a replica that lacks a shard computes nothing, and the
         # workers in it are better spent on those that can be complete.
         replicas -= 1
     return replicas
+
+
+def _are_spread(context: Context) -> bool:
+    """Whether no worker that is ready is one too many, as far as their number alone tells. While a large job starts, everyone
+    that gets ready asks."""
+    if context.count_workers(*ASSIGNED) or context.count_nodes(NodePhase.LEAVING):
+        return False
+    there = context.count_workers(WorkerPhase.READY, *COMING)
+    replicas = min(context.state.target, there) // context.state.membership.shard_count
+    return max(context.index.ready.values()) <= max(1, replicas)
 
 
 @dataclass
@@ -137,24 +174,27 @@ def rebuild(context: Context) -> None:
     if known.at == now:
         return
     known.at = now
+    if _are_spread(context):
+        return
     ready, assigned, coming = (
         [w for w in context.workers_in(*phases) if membership.nodes[w.node].leaving is None]
         for phases in ((WorkerPhase.READY,), ASSIGNED, COMING)
     )
     there = [w.shard_index for w in assigned]
     replicas = _replicas_within_reach(context, there, len(ready) + len(coming))
-    expected = [w.shard_index for w in coming]
+    expected, counts = Counter(w.shard_index for w in coming), Counter(there)
     spare: list[Worker] = []
     for worker in ready:
         # First come, first kept, in the order of age: whoever is built already for a shard that is needed
         # stays, and only what is too many is built again.
-        if there.count(worker.shard_index) < replicas:
+        if counts[worker.shard_index] < replicas:
             there.append(worker.shard_index)
+            counts[worker.shard_index] += 1
         else:
             spare.append(worker)
     for shard_index in wanted(there, membership.shard_count, replicas):
-        if shard_index in expected:
-            expected.remove(shard_index)
+        if expected[shard_index]:
+            expected[shard_index] -= 1
         elif spare:
             worker = _nearest(context, spare, shard_index)
             spare.remove(worker)

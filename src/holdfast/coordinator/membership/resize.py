@@ -405,7 +405,7 @@ def _holds_on(context: Context, node: Node) -> bool:
     saves = writes or storage.has_last(context, node)
     # What it writes is the job's result or its safety. With no step to wait for, it gets all of its time; an
     # engine that takes it earlier decides that itself.
-    if saves and not (context.mode.replaces_one and context.alive_workers()):
+    if saves and not (context.mode.replaces_one and context.index.alive_workers):
         return True  # no step has to end before it goes: all of its time is for what it saves
     if context.reached(_deadline_s(context, node)):
         return False

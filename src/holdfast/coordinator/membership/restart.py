@@ -144,7 +144,7 @@ class RestartMode:
     def on_out_of_time(self, context: Context) -> None:
         """Ends workers that have not ended by themselves. Snapshots that they gave before are still saved."""
         s = context.state
-        if context.alive_workers():
+        if context.index.alive_workers:
             for worker in context.alive_workers():
                 processes.end_worker(context, worker, counts=False)
             s.deadlines.set(Timer.STOP, context.now + context.timing.start_s)
@@ -172,13 +172,13 @@ class RestartMode:
         elif membership.phase is JobPhase.BREAKING:
             # Only when all are gone: a port or a GPU that an old process still holds would make the new start
             # fail.
-            if not context.alive_workers():
+            if not context.index.alive_workers:
                 transitions.enter_job(context, JobPhase.GATHERING)
                 wall_time.gathered(context.state, context.now)
                 self.advance(context)
         elif membership.phase is JobPhase.GATHERING:
             self._launch(context)
-        elif membership.phase is JobPhase.RUNNING and not context.alive_workers():
+        elif membership.phase is JobPhase.RUNNING and not context.index.alive_workers:
             transitions.enter_job(context, JobPhase.STOPPING)
             wall_time.stops(context.state, context.now)
             membership.outcome = "finished"

@@ -229,7 +229,7 @@ def advance(context: Context) -> None:
             _keep(context, waiting)
         else:
             _save(context, waiting)
-    if not context.alive_workers() and not context.request(StoreLast()):
+    if not context.index.alive_workers and not context.request(StoreLast()):
         end(context)
 
 
@@ -314,7 +314,7 @@ def _stop(context: Context, worker: Worker, stop: m.Stop) -> None:
 def end_when_saved(context: Context) -> None:
     """At level 0 and 1: when no worker is left, the newest state that they gave goes from their agents' memory into every
     durable tier; then the job is over."""
-    if not context.alive_workers() and not context.request(StoreLast()):
+    if not context.index.alive_workers and not context.request(StoreLast()):
         end(context)
 
 
