@@ -16,7 +16,7 @@ import msgspec
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, apply
 from holdfast.protocol.phases import Phase, Spent
-from holdfast.protocol.wire.frames import Codec, encode
+from holdfast.protocol.wire.frames import Codec, encode, encode_all
 
 TOKEN = "of-the-bench"
 AT_ONCE = 64
@@ -88,6 +88,8 @@ class SimAgent:
         self._codec: Codec[m.ToAgent] = Codec(m.ToAgent)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._waiting: list[bytes] = []
+        self._sent_s = 0.0
 
     async def join(self, session: aiohttp.ClientSession, url: str) -> None:
         """Connects and says hello; then it lives by itself."""
@@ -118,7 +120,8 @@ class SimAgent:
         for worker in list(self.workers.values()):
             if worker.generation and not self.lost:
                 worker.committed += 1
-                await self._says(worker, self._progress(worker))
+                self._says(worker, self._progress(worker))
+        await self._flush()
 
     async def fail_all(self) -> None:
         """Every worker finds the gradient not finite."""
@@ -131,8 +134,9 @@ class SimAgent:
                     error="NonFiniteGradient",
                     message="the gradient is not finite",
                 )
-                await self._says(worker, failed)
-                await self._says(worker, self._parked(worker))
+                self._says(worker, failed)
+                self._says(worker, self._parked(worker))
+        await self._flush()
 
     def _progress(self, worker: SimWorker) -> m.Progress:
         spent: tuple[Spent, ...] = ()
@@ -159,18 +163,26 @@ class SimAgent:
         every_s = self._shape.detection_s / 4
         await asyncio.sleep(every_s * (self._number % 97) / 97)
         while True:
-            await self._send(m.Heartbeat())
-            await asyncio.sleep(every_s)
+            if time.monotonic() >= self._sent_s + every_s:
+                await self._send(m.Heartbeat())
+            await asyncio.sleep(self._sent_s + every_s - time.monotonic())
 
     async def _send(self, message: m.FromAgent) -> None:
+        self._waiting.append(encode(message))
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Sends what waits in one frame, as an agent does with what its workers say in the same moment."""
         assert self._socket is not None
+        frame, self._waiting, self._sent_s = self._waiting, [], time.monotonic()
         try:
-            await self._socket.send_bytes(encode(message))
+            if frame:
+                await self._socket.send_bytes(encode_all(frame))
         except (ConnectionError, aiohttp.ClientError):
             return  # `_read` notices the end
 
-    async def _says(self, worker: SimWorker, message: m.WorkerMessage) -> None:
-        await self._send(m.FromWorker(worker.name, message))
+    def _says(self, worker: SimWorker, message: m.WorkerMessage) -> None:
+        self._waiting.append(encode(m.FromWorker(worker.name, message)))
 
     async def _read(self) -> None:
         assert self._socket is not None
@@ -179,36 +191,38 @@ class SimAgent:
                 break
             self._seen.nbytes += len(frame.data)
             self._seen.frames += 1
-            await self._take(self._codec.decode(frame.data))
+            for order in self._codec.decode_all(frame.data):
+                self._take(order)
+            await self._flush()
         if not self.lost:
             self._seen.closed += 1
 
-    async def _take(self, order: m.ToAgent) -> None:
+    def _take(self, order: m.ToAgent) -> None:
         match order:
             case m.StartWorker():
-                await self._start(order)
+                self._start(order)
             case m.KillWorker(name):
                 if self.workers.pop(name, None) is not None:
-                    await self._send(m.Exited(worker=name, code=-9, killed=True))
+                    self._waiting.append(encode(m.Exited(worker=name, code=-9, killed=True)))
             case m.Form():
                 # One for all agents of a process: what they compute counts for nobody.
                 self._formed = self._known.after(self._formed, order.change)
                 for name, join in order.orders:
                     if (worker := self.workers.get(name)) is not None:
-                        await self._hear(worker, msgspec.structs.replace(join, generation=self._formed))
+                        self._hear(worker, msgspec.structs.replace(join, generation=self._formed))
             case m.Relay(name, message):
                 if (worker := self.workers.get(name)) is not None:
-                    await self._hear(worker, message)
+                    self._hear(worker, message)
             case _:
                 pass
 
-    async def _start(self, order: m.StartWorker) -> None:
+    def _start(self, order: m.StartWorker) -> None:
         shards = self._shape.shards
         worker = SimWorker(order.worker, int(order.env[m.SHARD_INDEX_VARIABLE]) % shards)
         self.workers[worker.name] = worker
-        await self._send(m.Started(worker.name, 1, f"/logs/{worker.name}.log"))
-        await self._says(worker, m.Attached())
-        await self._says(worker, self._ready(worker))
+        self._waiting.append(encode(m.Started(worker.name, 1, f"/logs/{worker.name}.log")))
+        self._says(worker, m.Attached())
+        self._says(worker, self._ready(worker))
 
     def _ready(self, worker: SimWorker) -> m.Ready:
         return m.Ready(
@@ -220,24 +234,24 @@ class SimAgent:
             shard_index=worker.shard_index,
         )
 
-    async def _hear(self, worker: SimWorker, message: m.ToWorker) -> None:
+    def _hear(self, worker: SimWorker, message: m.ToWorker) -> None:
         match message:
             case m.JoinGeneration():
                 worker.generation, worker.committed = message.generation.number, message.generation.start
                 self._seen.members[worker.generation] += 1
                 self._seen.last_s = time.monotonic()
-                await self._says(worker, m.Joined(worker.generation, 0.01))
+                self._says(worker, m.Joined(worker.generation, 0.01))
             case m.Break(_, _, True):
-                await self._says(worker, m.Halted(worker.generation, {}))
+                self._says(worker, m.Halted(worker.generation, {}))
             case m.RunTo(_, _, agreement, True):
-                await self._says(worker, self._parked(worker, agreement))
+                self._says(worker, self._parked(worker, agreement))
             case m.RunTo(_, begun, agreement, False):
-                await self._says(worker, m.Halted(worker.generation, begun, agreement))
+                self._says(worker, m.Halted(worker.generation, begun, agreement))
             case m.Break() | m.EndAtCommit():
-                await self._says(worker, self._parked(worker))
+                self._says(worker, self._parked(worker))
             case m.Rebuild(shard_index):
                 worker.shard_index = shard_index
-                await self._says(worker, self._ready(worker))
+                self._says(worker, self._ready(worker))
             case _:
                 pass
 

@@ -9,12 +9,14 @@ import signal
 import sys
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from aiohttp import WSCloseCode
 from test_coordinator_link import serving
 
+from holdfast.agent.agent import Agent
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, difference
 from holdfast.protocol.job import JobSpec
@@ -154,6 +156,26 @@ def test_workers_hear_what_is_to_go_away_also_those_that_start_later(tmp_path):
             return first.code, (await heard(coordinator, m.Exited, "n0.0#2")).code
 
     assert asyncio.run(end_by_notices()) == (3, 3)
+
+
+def test_only_further_steps_of_members_beside_rank_0_may_wait():
+    """The first step of a generation is what a recovery ends with, and rank 0 reports every one."""
+
+    def report(generation, committed):
+        return m.Progress(generation=generation, committed=committed, median_s=0.1)
+
+    def waits(worker, message):
+        return Agent._may_wait(None, worker, message)
+
+    zero, one, none = (SimpleNamespace(rank=rank, reported=0) for rank in (0, 1, None))
+    assert [waits(one, report(1, 5)), waits(one, report(1, 6)), waits(one, report(2, 6))] == [
+        False,
+        True,
+        False,
+    ]
+    assert not waits(one, m.Parked(generation=2, committed=7))
+    for worker in (zero, none):  # at level 0 and 1 nobody is told to join
+        assert [waits(worker, report(1, step)) for step in (1, 2)] == [False, False]
 
 
 def test_a_generation_that_does_not_fit_is_asked_for_whole(tmp_path):

@@ -53,7 +53,7 @@ class Coordinator:
 
     def __init__(self, answers=True):
         """answers: pings. One whose machine stands still does not, and the kernel keeps its connections."""
-        self.said = []
+        self.said, self.frames = [], 0
         self.news = asyncio.Condition()
         self.connection = None
         self.answers = answers
@@ -73,7 +73,8 @@ class Coordinator:
                 self.pongs += 1
             else:
                 assert frame.type is WSMsgType.BINARY
-                heard.append(CODEC.decode(frame.data))
+                heard += CODEC.decode_all(frame.data)
+                self.frames += 1
             async with self.news:
                 self.news.notify_all()
         return socket
@@ -149,6 +150,32 @@ def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_
     assert [x.message.spent for x in again[:2]] == [(), ()]  # what is counted is not counted twice
     assert again[2].message.spent
     assert all(x.age_s > 0 for x in again)
+
+
+def test_what_may_wait_is_sent_in_one_frame_with_what_may_not(tmp_path):
+    async def said():
+        async with linked(tmp_path, heartbeat_s=600.0) as (coordinator, link):
+            await coordinator.hears(0, m.Hello)
+            for step in range(5):
+                link.send(progress(step), within_s=600.0)
+            link.send(m.SnapshotRejected(Key(7, 1, 0, 1), "no memory"))
+            *reports, _ = (await coordinator.hears(0, m.Hello, *[m.FromWorker] * 5, m.SnapshotRejected))[1:]
+            return [x.message.committed for x in reports], coordinator.frames
+
+    assert asyncio.run(said()) == ([1, 2, 3, 4, 5], 2)
+
+
+@pytest.mark.parametrize(("within_s", "heartbeat_s"), [(0.02, 600.0), (600.0, 0.02)])
+def test_what_may_wait_goes_when_its_time_is_over_and_as_a_sign_of_life(tmp_path, within_s, heartbeat_s):
+    async def said():
+        async with linked(tmp_path, heartbeat_s=heartbeat_s) as (coordinator, link):
+            await coordinator.hears(0, m.Hello)
+            link.send(progress(7), within_s)
+            (_, report) = await coordinator.hears(0, m.Hello, m.FromWorker)
+            return report.age_s, coordinator.said[0]
+
+    age_s, messages = asyncio.run(said())
+    assert age_s >= 0.5 * min(within_s, heartbeat_s) or isinstance(messages[1], m.Heartbeat)
 
 
 def test_a_second_hello_comes_before_what_waits_and_never_on_a_later_connection(tmp_path):

@@ -59,7 +59,7 @@ def test_what_is_under_way_is_not_lost_when_the_queue_gets_full() -> None:
     under_way = outbox.take()
     for number in range(8, 20):
         outbox.put(exited(number), 0.0)
-    outbox.put_back(under_way)
+    outbox.put_back([under_way])
     told = everything(outbox)
     assert told[0] == exited(0)
     assert told[-1] == exited(19)

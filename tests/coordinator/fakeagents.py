@@ -120,31 +120,34 @@ class Agent:
 
     async def _read(self) -> None:
         async for frame in self.line:
-            order = _codec.decode(frame.data)
-            said = order.message if isinstance(order, m.Relay) else order
-            if isinstance(order, m.Form):
-                self.forms.append(order)
-                self.formed = apply(self.formed if order.change.base else NOTHING, order.change)
-                ((_, join),) = order.orders
-                said = msgspec.structs.replace(join, generation=self.formed)
-            if isinstance(said, m.StartWorker):
-                self.worker = said.worker
-                await self.send(m.Started(said.worker, 1, "log"))
-                await self.says(m.Attached())
-                await self.says(m.Ready(digest="d", host="127.0.0.1", vote_port=1, data_port=2))
-            elif isinstance(said, m.JoinGeneration):
-                self.generation, self.committed = said.generation.number, said.generation.start
-                await self.says(m.Joined(self.generation, 0.01))
-            elif isinstance(said, m.Break | m.EndAtCommit):
-                await self.says(m.Parked(generation=said.generation, committed=self.committed))
-            elif isinstance(said, m.Stop):
-                await self.says(m.Done(committed=self.committed, params_xxh3="bits", loss=1.0))
-                await self.send(m.Exited(worker=self.worker, code=0))
-            await self.heard.add(said)
-            if isinstance(said, m.Shutdown):
-                await self.line.close()
+            for order in _codec.decode_all(frame.data):
+                await self._take(order)
         self.closed = True
         await self.heard.add("closed")
+
+    async def _take(self, order: m.ToAgent) -> None:
+        said = order.message if isinstance(order, m.Relay) else order
+        if isinstance(order, m.Form):
+            self.forms.append(order)
+            self.formed = apply(self.formed if order.change.base else NOTHING, order.change)
+            ((_, join),) = order.orders
+            said = msgspec.structs.replace(join, generation=self.formed)
+        if isinstance(said, m.StartWorker):
+            self.worker = said.worker
+            await self.send(m.Started(said.worker, 1, "log"))
+            await self.says(m.Attached())
+            await self.says(m.Ready(digest="d", host="127.0.0.1", vote_port=1, data_port=2))
+        elif isinstance(said, m.JoinGeneration):
+            self.generation, self.committed = said.generation.number, said.generation.start
+            await self.says(m.Joined(self.generation, 0.01))
+        elif isinstance(said, m.Break | m.EndAtCommit):
+            await self.says(m.Parked(generation=said.generation, committed=self.committed))
+        elif isinstance(said, m.Stop):
+            await self.says(m.Done(committed=self.committed, params_xxh3="bits", loss=1.0))
+            await self.send(m.Exited(worker=self.worker, code=0))
+        await self.heard.add(said)
+        if isinstance(said, m.Shutdown):
+            await self.line.close()
 
 
 class Plane:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from holdfast.coordinator.service.queues import AgentLines, AgentQueue
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, apply
 from holdfast.protocol.phases import PageReading, Phase
-from holdfast.protocol.wire.frames import Codec
+from holdfast.protocol.wire.frames import SEVERAL_BYTES, Codec
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 NPROC = 8
@@ -55,9 +56,12 @@ class Queues:
             line = self.lines.by_node[node] = AgentQueue(node, f"session of {node}", None)
             line.introduced = True
 
-    def send(self, node: str, *messages: m.ToAgent) -> None:
-        for message in messages:
-            self.lines.send(node, message)
+    def send(self, sent: Mapping[str, Sequence[m.ToAgent]]) -> None:
+        """What was decided at once."""
+        with self.lines.together():
+            for node, messages in sent.items():
+                for message in messages:
+                    self.lines.send(node, message)
 
     def frames(self, node: str) -> list[bytes]:
         line, frames = self.lines.by_node[node], []
@@ -68,7 +72,7 @@ class Queues:
         return frames
 
     def orders(self, node: str) -> list[Any]:
-        return [_codec.decode(frame) for frame in self.frames(node)]
+        return [order for frame in self.frames(node) for order in _codec.decode_all(frame)]
 
 
 def test_a_node_is_sent_a_lost_node_once_and_in_a_few_bytes() -> None:
@@ -76,15 +80,11 @@ def test_a_node_is_sent_a_lost_node_once_and_in_a_few_bytes() -> None:
     every = [f"n{node}" for node in range(512)]
     queues = Queues(*every)
     first = generation(1, list(range(512)))
-    for node in every:
-        queues.send(node, *orders_of(first, node))
-    queues.lines.flush()
+    queues.send({node: orders_of(first, node) for node in every})
     bases = {node: apply(NOTHING, queues.orders(node)[0].change) for node in ("n0", "n511")}
     assert set(bases.values()) == {first}
     second = generation(2, [node for node in range(512) if node != 200])
-    for node in every:
-        queues.send(node, *orders_of(second, node))
-    queues.lines.flush()
+    queues.send({node: orders_of(second, node) for node in every})
     for node, base in bases.items():
         (frame,) = queues.frames(node)
         assert len(frame) < 1000
@@ -97,10 +97,9 @@ def test_a_node_is_sent_a_lost_node_once_and_in_a_few_bytes() -> None:
 def test_what_follows_an_order_to_join_does_not_overtake_it() -> None:
     queues = Queues("n0")
     first, second = generation(1, [0, 1]), generation(2, [0])
-    queues.send("n0", m.Drain("before"), *orders_of(first, "n0"), m.Drain("between"))
-    queues.send("n0", *orders_of(second, "n0")[:4], m.KillWorker("n0.0#1"), *orders_of(second, "n0")[4:])
-    queues.lines.flush()
-    queues.lines.flush()
+    queues.send({"n0": [m.Drain("before"), *orders_of(first, "n0"), m.Drain("between")]})
+    joins = orders_of(second, "n0")
+    queues.send({"n0": [*joins[:4], m.KillWorker("n0.0#1"), *joins[4:]]})
     orders = queues.orders("n0")
     assert [type(order) for order in orders] == [m.Drain, m.Form, m.Drain, m.Form, m.KillWorker, m.Form]
     assert [o.change.number for o in orders if isinstance(o, m.Form)] == [1, 2, 2]
@@ -112,11 +111,31 @@ def test_what_follows_an_order_to_join_does_not_overtake_it() -> None:
     assert have == second
 
 
+def test_what_is_decided_at_once_is_one_frame_for_a_node() -> None:
+    queues = Queues("n0", "n1")
+    stop = [m.Relay(f"n0.{slot}#1", m.Break(1, "a node was lost")) for slot in range(NPROC)]
+    queues.send({"n0": stop, "n1": [m.Drain("it leaves")]})
+    assert [len(queues.frames(node)) for node in ("n0", "n1")] == [1, 1]
+    queues.lines.send("n0", stop[0])
+    queues.lines.send("n0", stop[1])
+    assert len(queues.frames("n0")) == 2, "nothing waits that is not decided together"
+
+
+def test_a_long_frame_is_cut_between_two_messages() -> None:
+    queues = Queues("n0")
+    orders = [m.Drain("x" * (SEVERAL_BYTES // 3)) for _ in range(7)] + [m.Drain("x" * 2 * SEVERAL_BYTES)]
+    with queues.lines.together():
+        for order in orders:
+            queues.lines.send("n0", order)
+    frames = queues.frames("n0")
+    assert [len(_codec.decode_all(frame)) for frame in frames] == [2, 2, 2, 1, 1]
+    assert [order for frame in frames for order in _codec.decode_all(frame)] == orders
+
+
 def test_two_generations_in_one_batch_are_both_sent() -> None:
     queues = Queues("n0")
     first, second = generation(1, [0, 1]), generation(2, [0])
-    queues.send("n0", *orders_of(first, "n0"), *orders_of(second, "n0"))
-    queues.lines.flush()
+    queues.send({"n0": [*orders_of(first, "n0"), *orders_of(second, "n0")]})
     assert [(o.change.base, o.change.number) for o in queues.orders("n0")] == [(0, 1), (1, 2)]
 
 

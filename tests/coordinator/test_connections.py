@@ -100,7 +100,8 @@ async def serving(job_dir: Path, monkeypatch: pytest.MonkeyPatch, timing: Timing
 async def rest(link: Socket) -> list[m.ToAgent]:
     """What is still said on a connection that the coordinator ends."""
     async with asyncio.timeout(30):
-        return [CODEC.decode(frame.data) async for frame in link if frame.type is aiohttp.WSMsgType.BINARY]
+        frames = [frame.data async for frame in link if frame.type is aiohttp.WSMsgType.BINARY]
+        return [order for frame in frames for order in CODEC.decode_all(frame)]
 
 
 def with_service(
@@ -280,9 +281,10 @@ def test_what_rank_0_imported_is_told_to_all_nodes_and_to_those_that_come(
 ) -> None:
     async def learn(link: Socket) -> m.Preload:
         async with asyncio.timeout(30):
-            while not isinstance(order := CODEC.decode(await link.receive_bytes()), m.Preload):
-                pass
-        return order
+            while True:
+                for order in CODEC.decode_all(await link.receive_bytes()):
+                    if isinstance(order, m.Preload):
+                        return order
 
     async def act(service: Service) -> None:
         trains, other = await service.agent("one", "n0"), await service.agent("two", "n1")

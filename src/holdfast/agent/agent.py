@@ -47,6 +47,8 @@ PORTS_OFFERED = 16
 SAME_SIGNAL_S = 1.0
 """A second SIGTERM within this time is the same one. A scheduler signals a step and each of its processes."""
 STACKS_WAIT_S = 0.15
+REPORT_S = 1.0
+"""How long reports of further steps wait to be sent in one frame with those of the node's other workers."""
 LEFTOVERS_S = 5.0
 """For what a worker has left behind, from SIGTERM to SIGKILL at the end of the job."""
 
@@ -512,7 +514,8 @@ class Agent:
             self._pool.import_ahead()
             if not message.modules:
                 return
-        self._link.send(m.FromWorker(worker.name, message))  # before what may fail
+        within_s = REPORT_S if self._may_wait(worker, message) else 0.0
+        self._link.send(m.FromWorker(worker.name, message), within_s)  # before what may fail
         if isinstance(message, m.FaultFired):
             # After the message was queued. The fault may end this process, and the core must know that it was
             # injected before it sees the damage.
@@ -523,6 +526,14 @@ class Agent:
             self._watcher.pauses(worker.name)
         if isinstance(message, m.Failed):
             self._follower.append_quietly(worker.log, message.traceback)
+
+    def _may_wait(self, worker: WorkerProcess, message: m.WorkerMessage) -> bool:
+        """Whether a report need not be heard at once: of a generation's further steps by another member than rank 0, which
+        reports the same steps."""
+        if not isinstance(message, m.Progress) or worker.rank is None:
+            return False
+        first, worker.reported = worker.reported != message.generation, message.generation
+        return worker.rank > 0 and not first
 
     async def _give_slot(self, worker: WorkerProcess, message: m.SlotWanted) -> None:
         if self._keeper is None:

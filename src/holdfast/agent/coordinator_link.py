@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from holdfast.protocol.network.endpoint import Endpoint, Hearing, Whereabouts
 from holdfast.protocol.network.http_client import Unproven, proving, request
 from holdfast.protocol.network.lookup import Lookup
 from holdfast.protocol.network.range_server import RangeRequest, RangeServer
-from holdfast.protocol.wire.frames import Codec, encode
+from holdfast.protocol.wire.frames import Codec, encode, encode_all
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
@@ -40,6 +40,8 @@ SILENT_BEATS = 4
 QUIET_BEATS = 20
 """So many heartbeats without a word of the coordinator, and it is asked for one: five times the time to detect a lost node, after
 which a coordinator that hangs is ended by who keeps it running."""
+FRAME_MESSAGES, FRAME_BYTES = 64, 256 << 10
+"""Messages that wait are sent in one frame, up to so many, and up to the one that makes it as long."""
 ANSWER_BEATS = 4
 """So many more without an answer, and this node looks for another one."""
 
@@ -108,24 +110,35 @@ class CoordinatorLink:
         """The coordinator has closed the connection because another one follows, which was not met yet."""
         self._outbox = Outbox()
         self._news = asyncio.Event()
+        self._waits: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._silent = False
         self._says_hello = False
         self._lost_s: float | None = time.monotonic()
         self._heard_s = 0.0
         """When the coordinator last said anything."""
+        self._sent_s = 0.0
+        """When this side last sent something, on the loop's clock."""
         self._acked_s = 0.0
         """When its machine did, as its kernel does for a process that is busy. Looked at with each heartbeat."""
         self._unproven: Endpoint | None = None
         self._refused: Endpoint | None = None
         self._reported = False
 
-    def send(self, message: m.AgentMessage) -> None:
-        """Queues a message, which is sent as soon as there is a coordinator."""
+    def send(self, message: m.AgentMessage, within_s: float = 0.0) -> None:
+        """Queues a message, which is sent as soon as there is a coordinator. within_s: it may wait for so long for others, to be
+        sent in one frame with them."""
         self._outbox.put(message, time.monotonic())
         # Before the event that wakes the sender: `flushed` must never return with this message still in the
         # queue.
         self._idle.clear()
+        if not within_s:
+            self._news.set()
+        elif self._waits is None:
+            self._waits = asyncio.get_running_loop().call_later(within_s, self._waited)
+
+    def _waited(self) -> None:
+        self._waits = None
         self._news.set()
 
     def say_hello(self) -> None:
@@ -138,6 +151,7 @@ class CoordinatorLink:
 
     async def flushed(self) -> None:
         """Waits until everything is handed to the kernel."""
+        self._news.set()
         await self._idle.wait()
 
     def hearing(self) -> Hearing:
@@ -241,6 +255,7 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected, self.left_to_another = True, False
+            self._sent_s = asyncio.get_running_loop().time()
             self._hear()
             self.joined.set()
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
@@ -278,11 +293,12 @@ class CoordinatorLink:
             # would end all that the coordinator still can do with this node.
             if frame.type is aiohttp.WSMsgType.BINARY:
                 try:
-                    order = _codec.decode(frame.data)
+                    orders = _codec.decode_all(frame.data)
                 except ProtocolError as error:
                     _log.warning("cannot decode a message from the coordinator: %s", error)
                 else:
-                    self._carry_out(order)
+                    for order in orders:
+                        self._carry_out(order)
 
     def _hear(self) -> None:
         self._heard_s, self._lost_s = time.monotonic(), None
@@ -346,40 +362,62 @@ class CoordinatorLink:
         return True
 
     async def _beating(self, link: aiohttp.ClientWebSocketResponse) -> None:
-        """Sends heartbeats, unless other messages wait: those prove as well that the agent lives."""
+        """Sends heartbeats, unless other messages were sent: those prove as well that the agent lives."""
+        loop = asyncio.get_running_loop()
         while True:
             # Four heartbeats fit into the detection time, so one that is late costs nobody its node.
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._sent_s + self._heartbeat_s - loop.time())
             if (silent_s := unheard_s(link)) is not None:
                 self._acked_s = time.monotonic() - silent_s
-            if not self._outbox:
+            if self._sent_s + self._heartbeat_s > loop.time():
+                continue
+            self._sent_s = loop.time()  # also where it is not sent: the next one is tried a heartbeat later
+            if self._outbox:
+                self._news.set()
+            else:
                 self.send(m.Heartbeat())
 
     async def _sending(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        loop = asyncio.get_running_loop()
+        self._news.set()
         while True:
-            if not self._outbox and not self._says_hello:
-                self._idle.set()
-                self._news.clear()
-                await self._news.wait()
-            if self._silent:
-                await asyncio.Event().wait()
-            if self._says_hello:
-                self._says_hello = False
-                try:
-                    await link.send_bytes(encode(self._hello()))
-                except (OSError, aiohttp.ClientError):
-                    return  # the next connection begins with one
-                continue
-            letter = self._outbox.take()
-            try:
-                await link.send_bytes(encode(_dated(letter)))
-            except (OSError, aiohttp.ClientError):
-                self._outbox.put_back(letter)
-                return
-            except asyncio.CancelledError:  # the connection ended meanwhile
-                self._outbox.put_back(letter)
-                raise
+            await self._news.wait()
+            self._news.clear()
+            while self._outbox or self._says_hello:
+                if self._silent:
+                    await asyncio.Event().wait()
+                if not await (self._introduced(link) if self._says_hello else self._sent(link)):
+                    return
+                self._sent_s = loop.time()
+            self._idle.set()
+
+    async def _introduced(self, link: aiohttp.ClientWebSocketResponse) -> bool:
+        """Sends the hello; False: the connection has ended, and the next one begins with one."""
+        self._says_hello = False
+        try:
+            await link.send_bytes(encode(self._hello()))
+        except (OSError, aiohttp.ClientError):
+            return False
+        return True
+
+    async def _sent(self, link: aiohttp.ClientWebSocketResponse) -> bool:
+        """Sends the oldest messages in one frame; False: the connection has ended, and they wait for the next one."""
+        letters, frame, size = list[Letter](), list[bytes](), 0
+        while self._outbox and len(letters) < FRAME_MESSAGES and size < FRAME_BYTES:
+            letters.append(letter := self._outbox.take())
+            frame.append(encode(_dated(letter)))
+            size += len(frame[-1])
+        try:
+            await link.send_bytes(encode_all(frame))
+        except (OSError, aiohttp.ClientError):
+            self._outbox.put_back(letters)
+            return False
+        except asyncio.CancelledError:  # the connection ended meanwhile
+            self._outbox.put_back(letters)
+            raise
+        for letter in letters:
             self._outbox.sent(letter)
+        return True
 
 
 def _dated(letter: Letter) -> m.AgentMessage:
@@ -499,9 +537,9 @@ class Outbox:
         """Takes the oldest message out."""
         return self._waiting.popleft()
 
-    def put_back(self, letter: Letter) -> None:
-        """Puts a letter that could not be sent back to the front."""
-        self._waiting.appendleft(letter)
+    def put_back(self, letters: Sequence[Letter]) -> None:
+        """Puts letters that could not be sent back to the front."""
+        self._waiting.extendleft(reversed(letters))
 
     def sent(self, letter: Letter) -> None:
         """Notes that a letter was handed to the kernel."""

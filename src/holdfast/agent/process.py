@@ -65,6 +65,10 @@ class WorkerProcess:
         self.stacks = folder / f"{safe}.stacks"
         self.record = ProgressRecord()
         self.formed = 0
+        self.rank: int | None = None
+        """In the newest generation that it was told to join; None: it was told of none."""
+        self.reported = 0
+        """The generation of its newest report of progress."""
         self.attached = False
         self.ready: m.Ready | None = None
         self.parked: m.Parked | None = None
@@ -102,7 +106,7 @@ class WorkerProcess:
             # Never backwards: the hello tells a restarted coordinator the newest generation that this worker
             # was sent into.
             self.formed = max(self.formed, message.generation.number)
-            self.parked = None
+            self.rank, self.parked = message.rank, None
             self._watch()
         if isinstance(message, m.Rebuild):
             # The worker will say Ready again when it has rebuilt. A restarted coordinator that read the old

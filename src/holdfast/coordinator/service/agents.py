@@ -191,7 +191,13 @@ class AgentConnections:
             asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
 
     async def _on_frame(self, line: AgentQueue, data: bytes) -> None:
-        node, message = line.node, _codec.decode(data)
+        for message in _codec.decode_all(data):
+            # A connection that was replaced meanwhile says nothing any more.
+            if self._lines.by_node.get(line.node) is line:
+                await self._on_message(line, message)
+
+    async def _on_message(self, line: AgentQueue, message: m.AgentMessage) -> None:
+        node = line.node
         if isinstance(message, m.Hello):
             await self._on_hello(line, message)
         # Answers to checks that a person asked for carry negative numbers and never reach the core: they

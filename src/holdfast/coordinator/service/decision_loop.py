@@ -522,11 +522,9 @@ class DecisionLoop:
         early = [s for s in orders if getattr(s.message, "worker", None) not in begun]
         for order in early:
             self.order_fault(order)  # before the JoinGeneration: a fault may wait for the joining itself
-        try:
+        with self._lines.together():
             for action in actions:
                 self.do(action)
-        finally:
-            self._lines.flush()
         for order in orders:
             if order not in early:
                 self.order_fault(order)  # nobody can be told anything before it is started

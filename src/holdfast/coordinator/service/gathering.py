@@ -161,7 +161,7 @@ class Gathering:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         connection = web.WebSocketResponse(max_msg_size=16 << 20)
         await connection.prepare(request)
-        hello = await _next(connection)
+        hello = next(iter(await _next(connection) or ()), None)
         if not isinstance(hello, m.Hello):
             await connection.close(code=WSCloseCode.PROTOCOL_ERROR)
             return connection
@@ -173,9 +173,10 @@ class Gathering:
         self._choice.hear(hello.node, hello.ledger, asyncio.get_running_loop().time())
         self._news.set()
         # Whatever else it says is in its next hello, or is told again.
-        while (message := await _next(connection)) is not None:
-            if isinstance(message, m.LedgerKept):
-                await caller.parts.put(message)
+        while (messages := await _next(connection)) is not None:
+            for message in messages:
+                if isinstance(message, m.LedgerKept):
+                    await caller.parts.put(message)
         await caller.parts.put(None)
         return connection
 
@@ -210,13 +211,13 @@ async def _later(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def _next(connection: web.WebSocketResponse) -> m.AgentMessage | None:
-    """The next message; None: the connection has ended, or speaks another language."""
+async def _next(connection: web.WebSocketResponse) -> list[m.AgentMessage] | None:
+    """The messages of the next frame; None: the connection has ended, or speaks another language."""
     frame = await connection.receive()
     if frame.type is not WSMsgType.BINARY:
         return None
     try:
-        return _codec.decode(frame.data)
+        return _codec.decode_all(frame.data)
     except ProtocolError:
         return None
 

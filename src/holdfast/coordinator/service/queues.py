@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from aiohttp import WSCloseCode, web
 from holdfast.coordinator.kernel import events as ev
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, difference
-from holdfast.protocol.wire.frames import encode
+from holdfast.protocol.wire.frames import encode, encode_all, frames_of
 
 MANY = 10_000
 """So many words wait before those that bring losses add up, too: their steps then have one time."""
@@ -168,7 +169,9 @@ class AgentQueue(asyncio.Queue[bytes | None]):
         self.base = NOTHING
         """The newest generation that its agent has."""
         self.forms: list[tuple[str, m.JoinGeneration]] = []
-        """Of this batch, words for workers to join the same generation."""
+        """Orders to join the same generation, of which the agent is sent one `Form`."""
+        self.waiting: list[bytes] = []
+        """Messages that are to be sent in one frame."""
 
 
 class AgentLines:
@@ -178,13 +181,23 @@ class AgentLines:
         self.by_node: dict[str, AgentQueue] = {}
         self.with_copy: set[str] = set()
         """Connected nodes that have a copy of the ledger which may be old: none of its batches were sent to them for a while."""
-        self._forming: dict[str, AgentQueue] = {}
+        self._collected: dict[str, AgentQueue] | None = None
         self._changes: dict[str, msgspec.Raw] = {}
         self._formed: m.Generation | None = None
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is sent inside leaves at its end: to each node in one frame, with a generation once for all its workers."""
+        self._collected = {}
+        try:
+            yield
+        finally:
+            lines, self._collected = self._collected, None
+            for line in lines.values():
+                self._flush(line)
+
     def send(self, node: str, message: m.ToAgent) -> None:
-        """Queues a message for a node's agent, if the core has heard of the one that is connected. Words to join a generation are
-        kept for `flush`, so that a node is sent a generation once, and not for each of its workers."""
+        """Queues a message for a node's agent, if the core has heard of the one that is connected."""
         # Until the core has heard of this agent, its orders are meant for the one before. A dropped order is
         # repeated when the agent's hello is handled.
         if (line := self.by_node.get(node)) is None or not line.introduced:
@@ -194,16 +207,19 @@ class AgentLines:
             if line.forms and line.forms[0][1].generation is not join.generation:
                 self._form(line)
             line.forms.append((message.worker, join))
-            self._forming[node] = line
         else:
-            self._form(line)  # what comes after words to join must not overtake them
-            line.put_nowait(encode(message))
+            self._form(line)  # what comes after an order to join must not overtake it
+            line.waiting.append(encode(message))
+        if self._collected is None:
+            self._flush(line)
+        else:
+            self._collected[node] = line
 
-    def flush(self) -> None:
-        """Queues what was kept."""
-        forming, self._forming = self._forming, {}
-        for line in forming.values():
-            self._form(line)
+    def _flush(self, line: AgentQueue) -> None:
+        self._form(line)
+        for frame in frames_of(line.waiting):
+            line.put_nowait(encode_all(frame))
+        line.waiting = []
 
     def _form(self, line: AgentQueue) -> None:
         if not line.forms:
@@ -216,5 +232,5 @@ class AgentLines:
         if change is None:
             change = self._changes[line.base.digest] = msgspec.Raw(encode(difference(line.base, generation)))
         orders = tuple((name, msgspec.structs.replace(join, generation=NOTHING)) for name, join in line.forms)
-        line.put_nowait(encode(m.Form(change=change, orders=orders)))
+        line.waiting.append(encode(m.Form(change=change, orders=orders)))
         line.base, line.forms = generation, []

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import struct
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -17,6 +18,8 @@ from holdfast.errors import ProtocolError
 from holdfast.protocol.wire.decoding import decode
 
 MAX_FRAME_BYTES = 16 << 20
+SEVERAL_BYTES = 1 << 20
+"""Several messages in one frame have no more, so that no message waits for long behind the others of its frame."""
 _HEADER = struct.Struct(">I")
 _CANNOT = "cannot read a message; run the same version of Holdfast on all nodes"
 # One for all: an encoder holds no state between calls, and making one costs more than encoding a heartbeat.
@@ -30,6 +33,27 @@ def encode(message: Any) -> bytes:
     return _encoder.encode(message)
 
 
+def encode_all(messages: Sequence[bytes]) -> bytes:
+    """Several messages, each encoded already, as the body of one frame; see `Codec.decode_all`."""
+    return (
+        messages[0] if len(messages) == 1 else _encoder.encode([msgspec.Raw(message) for message in messages])
+    )
+
+
+def frames_of(messages: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Encoded messages in their order, for one frame each."""
+    frame: list[bytes] = []
+    size = 0
+    for message in messages:
+        if frame and size + len(message) > SEVERAL_BYTES:
+            yield frame
+            frame, size = [], 0
+        frame.append(message)
+        size += len(message)
+    if frame:
+        yield frame
+
+
 def pack(message: Any) -> bytes:
     """One message as a frame."""
     body = _encoder.encode(message)
@@ -41,12 +65,18 @@ class Codec(Generic[T]):
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._several: msgspec.msgpack.Decoder[T | list[T]] = msgspec.msgpack.Decoder(kind | list[kind])
 
     def decode(self, body: bytes | bytearray | memoryview) -> T:
         """One message from its bytes."""
         # Everything that bytes of a stranger can bring about becomes one exception, so callers close one
         # connection instead of ending a thread.
         return decode(self._decoder.decode, body, _CANNOT, error=ProtocolError)
+
+    def decode_all(self, body: bytes | bytearray | memoryview) -> list[T]:
+        """The messages of a frame, of which each side of an agent's connection sends several in one."""
+        found = decode(self._several.decode, body, _CANNOT, error=ProtocolError)
+        return found if isinstance(found, list) else [found]
 
     def read(self, sock: socket.socket) -> T | None:
         """The next message of a blocking socket; None at its end."""
