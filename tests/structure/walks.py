@@ -44,17 +44,20 @@ class Walk:
 
 TO_THE_CORE = """
 agent/coordinator_link:CoordinatorLink._sending by Outbox
-    agent/coordinator_link:Outbox.take
-    agent/coordinator_link:_dated
-    protocol/wire/frames:encode
-    agent/coordinator_link:Outbox.sent
+    agent/coordinator_link:CoordinatorLink._sent
+        agent/coordinator_link:Outbox.take
+        agent/coordinator_link:_dated
+        protocol/wire/frames:encode
+        protocol/wire/frames:encode_all
+        agent/coordinator_link:Outbox.sent
 coordinator/service/agents:AgentConnections.serve by AgentMessage
     coordinator/service/agents:AgentConnections._on_frame
-        protocol/wire/frames:Codec.decode
+        protocol/wire/frames:Codec.decode_all
             protocol/wire/decoding:decode
-        coordinator/service/decision_loop:DecisionLoop.handle
-            coordinator/service/decision_loop:DecisionLoop._take_in
-                coordinator/service/queues:Inbox.put
+        coordinator/service/agents:AgentConnections._on_message
+            coordinator/service/decision_loop:DecisionLoop.handle
+                coordinator/service/decision_loop:DecisionLoop._take_in
+                    coordinator/service/queues:Inbox.put
 coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
     coordinator/service/queues:Inbox.take
     coordinator/service/queues:QueuedEvent.aged
@@ -78,6 +81,10 @@ coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
             coordinator/service/decision_loop:DecisionLoop.do
                 coordinator/service/queues:AgentLines.send
                     protocol/wire/frames:encode
+            coordinator/service/queues:AgentLines.together
+                coordinator/service/queues:AgentLines._flush
+                    protocol/wire/frames:frames_of
+                    protocol/wire/frames:encode_all
 """
 """What an agent tells the coordinator, until it is decided, written and answered: a part of two walks."""
 
@@ -352,7 +359,7 @@ coordinator/storage/durable_checkpoints:stored by stored
 coordinator/storage/durable_checkpoints:published by published
     coordinator/storage/durable_checkpoints:there
 agent/coordinator_link:CoordinatorLink._receiving by ToAgent
-    protocol/wire/frames:Codec.decode
+    protocol/wire/frames:Codec.decode_all
     agent/coordinator_link:CoordinatorLink._carry_out
         agent/agent:Agent._on_order by take
             agent/snapshots:SnapshotKeeper.replicate
