@@ -405,14 +405,16 @@ def end_stuck(context: Context) -> None:
         # at messages.
         if worker.median_s is None and worker.joined_generation == s.membership.number:
             until_s.setdefault(worker.name, s.membership.formed_s + context.timing.start_s)
-    patient = [
-        w for w in stuck if s.membership.stop_reason is None and not context.reached(until_s.get(w.name, 0.0))
-    ]
+    patient = {
+        w.name
+        for w in stuck
+        if s.membership.stop_reason is None and not context.reached(until_s.get(w.name, 0.0))
+    }
     # The deadline moves to the first of them. Without one nobody would look again, and the job would wait for
     # ever for a worker that is really stuck.
     if patient:
-        s.deadlines.set(Timer.LEAVE, min(until_s[w.name] for w in patient))
-    condemn(context, [w for w in stuck if w not in patient], causes.LeftBehind())
+        s.deadlines.set(Timer.LEAVE, min(until_s[name] for name in patient))
+    condemn(context, [w for w in stuck if w.name not in patient], causes.LeftBehind())
 
 
 def forget(context: Context) -> None:

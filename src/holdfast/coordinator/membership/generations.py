@@ -240,7 +240,8 @@ def try_form(context: Context) -> None:
         # time is lost while it waits, and a newcomer joins at any later commit for almost nothing.
         enough = count >= s.target and not (s.storage.snapshots and queries.expected(context))
         if s.membership.number > 0 or enough or not _worth_waiting(context):
-            resize.let_go(context, [w for w in survivors if w not in kept])
+            stay = {w.name for w in kept}
+            resize.let_go(context, [w for w in survivors if w.name not in stay])
             _form(context, survivors, kept, joining)
         return
     # Spares may hold the wrong shards: enough workers are ready, and yet no replica is complete. This is what

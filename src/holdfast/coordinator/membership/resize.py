@@ -302,7 +302,8 @@ def choose(
     kept = staying[: s.target]
     joining = _nearest(context, kept, fresh, max(0, s.target - len(kept)))
     if not _may_leave(context, len(kept) + len(joining)):
-        kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
+        leaving = [w for w in survivors if queries.leaves(context, w)]
+        kept += leaving[: max(0, s.target - len(kept) - len(joining))]
     # Somebody with the newest state must be in the next generation, or its steps are lost. Beyond the target
     # if need be; it leaves at the next change.
     if resolution.start is not None and not any(w.name in resolution.holders for w in kept):

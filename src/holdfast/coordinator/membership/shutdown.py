@@ -245,7 +245,7 @@ def _save(context: Context, waiting: list[Worker]) -> None:
     )
     holders = [w for w in waiting if w.name in resolution.holders]
     for worker in waiting:
-        if worker not in holders:
+        if worker.name not in resolution.holders:
             processes.end_worker(context, worker, counts=False)
     for worker in holders[:1] if todo else holders:
         apply = worker.name in resolution.apply
@@ -261,20 +261,22 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
     if s.membership.last_step is None:
         s.membership.last_step = _settled(context, waiting)
     last = s.membership.last_step
-    for worker in [w for w in waiting if not _comes_to(w, last)]:
-        waiting.remove(worker)
-        processes.end_worker(context, worker, counts=False)
-    missing = [p for p in range(s.membership.shard_count) if p not in storage.kept_shards(context, last)]
+    for worker in waiting:
+        if not _comes_to(worker, last):
+            processes.end_worker(context, worker, counts=False)
+    waiting = [w for w in waiting if _comes_to(w, last)]
+    kept = storage.kept_shards(context, last)
+    missing = [p for p in range(s.membership.shard_count) if p not in kept]
     todo = context.spec.saving.tiers and last and (s.storage.durable is None or s.storage.durable.step < last)
     able = {w.shard_index for w in waiting if s.membership.nodes[w.node].memory.port}
     if todo and missing and able.issuperset(missing):
         # At first those that took the snapshots: their nodes have a slot for the copy. If that failed, anyone
         # who holds the shard.
         first = not s.membership.stops
-        keep = [
-            w for p in missing for w in _keepers(context, [w for w in waiting if w.shard_index == p], first)
-        ]
-        for worker in keep:
+        holders: dict[int, list[Worker]] = {}
+        for worker in waiting:
+            holders.setdefault(worker.shard_index, []).append(worker)
+        for worker in [w for p in missing for w in _keepers(context, holders.get(p, []), first)]:
             _stop(context, worker, m.Stop(worker.committed != last, keep=True))
     else:
         for worker in waiting:
