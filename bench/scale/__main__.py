@@ -1,7 +1,8 @@
 """`python -m bench.scale`: what a large job costs its coordinator, by phase, over real sockets.
 
 The coordinator is the real service in a process of its own; agents are simulated in others, over real WebSockets. A step takes a
-second, and every worker tells of it. What the steady load costs in the same time is subtracted from the events.
+second, and every worker tells of it, and of where the time went once a minute. Somebody watches, as `holdfast status` does.
+Workers answer at once, and compute nothing. What the steady load costs in the same time is subtracted from the events.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class Run:
             total.last_s, total.closed = max(total.last_s, one.last_s), total.closed + one.closed
         return total
 
+    def inside(self) -> list[str]:
+        """Nodes that train, the last one first."""
+        self.tell("inside")
+        return sorted((name for _, conn in self.clients for name in conn.recv()), reverse=True)
+
     def tell(self, *words: object) -> None:
         """All processes of agents."""
         for _, conn in self.clients:
@@ -137,6 +143,7 @@ def measure(shape: Shape, spares: int, seconds: float, lost: int) -> tuple[list[
         run.until_formed(0, workers)
         cost, seen = run.cost(), run.seen()
         found = [_between("formation", (run.begun, Seen()), (cost, seen), None, seen.last_s)]
+        run.clients[0][1].send(("watch",))
         run.tell("train", True)
         time.sleep(5.0)
         before = run.cost(), run.seen()
@@ -151,14 +158,15 @@ def measure(shape: Shape, spares: int, seconds: float, lost: int) -> tuple[list[
             **{**asdict(whole), **per_s, "wall_s": seconds, "frames": round(whole.frames / seconds)}
         )
         found.append(steady)
-        names = [f"node-{number:05d}" for number in range(shape.nodes - 1, -1, -1)]
+        there = shape.nodes
         for phase, gone in (("one node lost", 1), (f"{lost} nodes lost at once", lost)):
-            if gone >= len(names):
+            going = run.inside()[:gone]
+            if gone >= there:
                 continue
-            going, names = names[:gone], names[gone:]
+            there -= gone
             before = run.cost(), run.seen()
             run.tell("lose", going)
-            left = min(len(names), shape.nodes - spares) * shape.per_node
+            left = min(there, shape.nodes - spares) * shape.per_node
             run.until_formed(before[0].generation, left // shape.shards * shape.shards)
             after = run.cost(), run.seen()
             found.append(_between(phase, before, after, steady, after[1].last_s))
@@ -167,6 +175,11 @@ def measure(shape: Shape, spares: int, seconds: float, lost: int) -> tuple[list[
         run.until_formed(before[0].generation, before[0].members)
         after = run.cost(), run.seen()
         found.append(_between("NaN on all workers", before, after, steady, after[1].last_s))
+        before = run.cost(), run.seen()
+        run.tell("stall", run.inside()[0])
+        run.until_formed(before[0].generation, before[0].members)
+        after = run.cost(), run.seen()
+        found.append(_between("a hang of all workers", before, after, steady, after[1].last_s))
         assert after[1].closed == 0, f"the coordinator cut off {after[1].closed} agents"
         return found, after[0].rss_mb
     finally:

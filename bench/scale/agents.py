@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, apply
-from holdfast.protocol.phases import Phase, Spent
+from holdfast.protocol.phases import PageReading, Phase, Spent
 from holdfast.protocol.wire.frames import Codec, encode, encode_all
 
 TOKEN = "of-the-bench"
@@ -138,6 +138,33 @@ class SimAgent:
                 self._says(worker, self._parked(worker))
         await self._flush()
 
+    @property
+    def trains(self) -> bool:
+        """Whether a worker of it was told to join a generation."""
+        return any(worker.generation for worker in self.workers.values())
+
+    async def stall(self) -> None:
+        """One worker stands still for too long, in the reduction, where all others are as well."""
+        if self.workers:
+            self._waiting.append(encode(m.Stalled(next(iter(self.workers)), self._views()[0])))
+            await self._flush()
+
+    def _views(self) -> tuple[m.WorkerView, ...]:
+        return tuple(
+            m.WorkerView(
+                worker=worker.name,
+                slot=slot,
+                pid=1,
+                formed=worker.generation,
+                page=PageReading(
+                    generation=worker.generation, committed=worker.committed, phase=Phase.REDUCE
+                ),
+                attached=True,
+                idle_s=60.0,
+            )
+            for slot, worker in enumerate(self.workers.values())
+        )
+
     def _progress(self, worker: SimWorker) -> m.Progress:
         spent: tuple[Spent, ...] = ()
         if worker.committed % SPENT_EVERY == 0:
@@ -167,7 +194,7 @@ class SimAgent:
                 await self._send(m.Heartbeat())
             await asyncio.sleep(self._sent_s + every_s - time.monotonic())
 
-    async def _send(self, message: m.FromAgent) -> None:
+    async def _send(self, message: m.AgentMessage) -> None:
         self._waiting.append(encode(message))
         await self._flush()
 
@@ -210,6 +237,8 @@ class SimAgent:
                 for name, join in order.orders:
                     if (worker := self.workers.get(name)) is not None:
                         self._hear(worker, msgspec.structs.replace(join, generation=self._formed))
+            case m.Inspect(request):
+                self._waiting.append(encode(m.InspectReply(request, self._views())))
             case m.Relay(name, message):
                 if (worker := self.workers.get(name)) is not None:
                     self._hear(worker, message)
@@ -262,6 +291,7 @@ async def _run(conn: Connection, url: str, numbers: list[int], shape: Shape) -> 
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=60)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     loop, training = asyncio.get_running_loop(), False
+    watching: asyncio.Task[None] | None = None
 
     async def steps() -> None:
         while True:
@@ -269,6 +299,11 @@ async def _run(conn: Connection, url: str, numbers: list[int], shape: Shape) -> 
             if training:
                 for agent in agents:
                     await agent.train()
+
+    async def watch() -> None:
+        async with session.ws_connect(url.replace("/agent", "/watch"), max_msg_size=256 << 20) as socket:
+            async for _ in socket:
+                pass
 
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
         for first in range(0, len(agents), AT_ONCE):
@@ -284,11 +319,19 @@ async def _run(conn: Connection, url: str, numbers: list[int], shape: Shape) -> 
                     await asyncio.gather(*(agent.lose() for agent in agents if agent.name in names))
                 case ("fail",):
                     await asyncio.gather(*(agent.fail_all() for agent in agents))
+                case ("stall", name):
+                    await asyncio.gather(*(agent.stall() for agent in agents if agent.name == name))
+                case ("watch",):
+                    watching = asyncio.create_task(watch())
+                case ("inside",):
+                    conn.send([a.name for a in agents if not a.lost and a.trains])
                 case ("seen",):
                     conn.send(seen)
                 case ("end",):
                     break
         stepping.cancel()
+        if watching is not None:
+            watching.cancel()
     os._exit(0)
 
 
