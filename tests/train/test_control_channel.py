@@ -81,7 +81,7 @@ def heard_out(sock):
 
 
 def hello(**fields):
-    return frame(msgspec.msgpack.encode({"generation": 1, "rank": 1, **fields}))
+    return frame(msgspec.msgpack.encode({"generation": 1, "digest": "d", "rank": 1, **fields}))
 
 
 def deep(field):
@@ -100,10 +100,31 @@ def garbage():
         yield deep(field)
         for text in ("é", "é é", "\0", "\ud7ff \U0010ffff", " ", "a " + "é" * 64):
             yield hello(**{field: text})
+            yield hello(credential="a b", digest=text)
         yield frame(b"\x81" + msgspec.msgpack.encode(field) + b"\xa2\xff\xfe")
     yield frame(b"\x91" * 1000)
     yield hello(credential="a b", generation=1 << 63)
     yield struct.pack(">I", 0xFFFFFFFF)
+
+
+def test_a_member_of_another_generation_with_the_same_number_is_not_taken(cluster):
+    """Two coordinators on both sides of a cut may each have formed one, of workers that reach each other."""
+    ours = cluster.generation(1)
+    theirs, made = msgspec.structs.replace(ours, start=9), []
+    for generation, message in ((ours, 1.0), (theirs, 2.0)):
+        meshes = [ControlChannel(generation, rank) for rank in (1, 2)]
+        list(cluster.pool.map(lambda mesh: mesh.connect(cluster.listeners[mesh.rank], TOKEN), meshes))
+        for mesh in meshes:
+            mesh.send(1, (message, 0.0, 0.0))
+        made += meshes
+    made.append(ControlChannel(ours, 0))
+    made[-1].connect(cluster.listeners[0], TOKEN)
+    assert [message[0] for message in made[-1].receive(1, [(0.0, 0.0, 0.0)])] == [0.0, 1.0, 1.0]
+    for mesh in made:
+        mesh.abort()
+        mesh.close()
+    for listener in cluster.listeners:
+        listener.release(1)
 
 
 def test_silent_connections_hold_up_nobody(cluster):

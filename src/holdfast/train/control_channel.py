@@ -41,6 +41,7 @@ _HEAD = struct.Struct("<BI")
 class _Hello(msgspec.Struct, frozen=True):
     credential: str
     generation: int
+    digest: str
     rank: int
 
 
@@ -62,7 +63,7 @@ class ChannelListener:
         self._name = _server_name(worker)
         server = listening(host, backlog=BACKLOG)
         self.port: int = server.getsockname()[1]
-        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._arrived: dict[tuple[int, str, int], socket.socket] = {}
         self._news = threading.Condition()
         self._broken = 0
         self._listener = AuthenticatingListener(
@@ -72,7 +73,8 @@ class ChannelListener:
     def _accept(self, sock: socket.socket, frame: bytes) -> bool:
         """A caller whose hello proves that it knows the token is a member, and gets our proof."""
         hello = _hellos.decode(body_of(frame))
-        answer = answer_to(hello.credential, self._token, self._name, str(hello.generation), str(hello.rank))
+        about = (str(hello.generation), hello.digest, str(hello.rank))
+        answer = answer_to(hello.credential, self._token, self._name, *about)
         if answer is None:
             raise ProtocolError("a process that connected did not prove that it knows the job's token")
         with self._news:
@@ -84,21 +86,25 @@ class ChannelListener:
             sock.setblocking(True)
             # The newest connection counts: a caller that lost its answer calls again, and the first socket is
             # then dead at its other end.
-            if (older := self._arrived.pop((hello.generation, hello.rank), None)) is not None:
+            key = hello.generation, hello.digest, hello.rank
+            if (older := self._arrived.pop(key, None)) is not None:
                 older.close()
-            self._arrived[hello.generation, hello.rank] = sock
+            self._arrived[key] = sock
             self._news.notify_all()
         return True
 
-    def take(self, generation: int, rank: int) -> socket.socket:
+    def take(self, generation: Generation, rank: int) -> socket.socket:
         """The connection from a member. Raises CollectiveFault when the generation breaks first."""
+        # By its digest as well: where a network is cut in two, two coordinators may each form one of this number, and the
+        # workers of both may still reach each other. Whoever was told of the other one is never taken.
+        number, key = generation.number, (generation.number, generation.digest, rank)
         with self._news:
-            self._news.wait_for(lambda: (generation, rank) in self._arrived or self._broken >= generation)
+            self._news.wait_for(lambda: key in self._arrived or self._broken >= number)
             # The break is looked at before the connection. When both are there, going on would only connect
             # to members that have left already.
-            if self._broken >= generation:
+            if self._broken >= number:
                 raise CollectiveFault("the generation broke while its members connected")
-            return self._arrived.pop((generation, rank))
+            return self._arrived.pop(key)
 
     def close(self) -> None:
         """Accepts no more connections."""
@@ -142,16 +148,18 @@ class ControlChannel:
         Raises:
             CollectiveFault: one cannot be reached, or does not prove that it is this member.
         """
-        number = self._generation.number
+        generation = self._generation
+        about = (str(generation.number), generation.digest, str(self.rank))
         # All lower ranks are called before any answer is awaited. Proofs are computed in the peers' listening
         # threads, in parallel; one after the other would cost a round trip for each member, at every
         # generation.
         asked = []
         for member in self._generation.members[: self.rank]:
-            question = Question(token, _server_name(member.worker), str(number), str(self.rank))
+            question = Question(token, _server_name(member.worker), *about)
             with self._calling(member):
                 sock = self._call(member)
-                sock.sendall(pack(_Hello(question.credential, number, self.rank)))
+                hello = _Hello(question.credential, generation.number, generation.digest, self.rank)
+                sock.sendall(pack(hello))
             asked.append((member, sock, question))
         for member, sock, question in asked:  # all are at work on their answers by now
             with self._calling(member):
@@ -172,7 +180,7 @@ class ControlChannel:
         # listen.
         for rank in range(self.rank + 1, self.size):
             self.waits(rank)
-            self._add(rank, listener.take(number, rank))
+            self._add(rank, listener.take(generation, rank))
             self.reached()
         self.waits(-1)
 
