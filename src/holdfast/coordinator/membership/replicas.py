@@ -170,10 +170,10 @@ def rebuild(context: Context) -> None:
     membership, known = context.state.membership, context.transient(_Rebuilt)
     if membership.shard_count == 1 or not context.count_workers(WorkerPhase.READY):
         return
-    now = (context.index.changes, context.state.target)
-    if known.at == now:
+    looked = (context.index.changes, context.state.target)
+    if known.at == looked:
         return
-    known.at = now
+    known.at = looked
     if _are_spread(context):
         return
     ready, assigned, coming = (
