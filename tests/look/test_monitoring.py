@@ -122,9 +122,9 @@ def test_promtool_agrees(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-FAULTS = ("ecc:node=1", "kill-worker:rank=1", "nan:rank=0", "slow=2x,rank=2")
+FAULTS = ("ecc:rank=1", "kill-worker:rank=1", "nan:rank=0", "slow=2x,rank=2")
 """One after the other: a fault during an incident is a part of it, and what came before the first scrape is no increase. The node
-first: an ECC error on the node of a worker that was just killed would be taken for what killed it."""
+first: an ECC error on the node of a worker that was just killed would be taken for what killed it. By rank: a spare disturbs nobody."""
 OTHERS = """
 DCGM_FI_DEV_GPU_UTIL{{Hostname="127.0.0.1",gpu="0"}} 91
 DCGM_FI_DEV_GPU_TEMP{{Hostname="127.0.0.1",gpu="0"}} 64
