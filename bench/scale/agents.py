@@ -201,10 +201,11 @@ class SimAgent:
     async def _flush(self) -> None:
         """Sends what waits in one frame, as an agent does with what its workers say in the same moment."""
         assert self._socket is not None
+        if not self._waiting:
+            return
         frame, self._waiting, self._sent_s = self._waiting, [], time.monotonic()
         try:
-            if frame:
-                await self._socket.send_bytes(encode_all(frame))
+            await self._socket.send_bytes(encode_all(frame))
         except (ConnectionError, aiohttp.ClientError):
             return  # `_read` notices the end
 

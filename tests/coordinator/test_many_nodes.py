@@ -11,6 +11,7 @@ from bench.coordinator import Job, hello, job, ready, says
 
 from counted import lines_of
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.membership.failures import KEPT
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import SNAPSHOT
 from holdfast.protocol import messages as m
@@ -218,6 +219,21 @@ def test_a_whole_story_costs_no_more_than_the_size_of_the_job(story, shards):
         job = Job(nodes, 8, shards, spares=1)
         left = (nodes - 1 if story is lost else nodes) * 8
         per_worker.append(lines_of(lambda job=job: story(job)) / left)
+    assert per_worker[1] <= 1.1 * per_worker[0]
+
+
+def test_what_all_report_at_once_costs_no_more_than_the_size_of_the_job():
+    """What has come is handled together, and what is forgotten is forgotten after it."""
+    per_worker = []
+    for nodes in (16, 64):
+        job = Job(nodes, 8)
+        membership = job.core.state.membership
+        failed = m.Failed(
+            generation=membership.number, step=1, phase=0, error="NonFiniteGradient", message="inf"
+        )
+        told = [says(membership.workers[x.worker], failed) for x in membership.generation.members]
+        per_worker.append(lines_of(lambda job=job, told=told: job.do(*told)) / len(told))
+        assert len(membership.failures) <= KEPT
     assert per_worker[1] <= 1.1 * per_worker[0]
 
 

@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.context import (
     NoteNonFinite,
 )
 from holdfast.coordinator.kernel.deadlines import Watched
-from holdfast.coordinator.kernel.incidents import script_fault
+from holdfast.coordinator.kernel.incidents import ScriptFault, script_fault
 from holdfast.coordinator.kernel.state import Failure, JobPhase, RootCause, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     generations,
@@ -45,10 +45,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     workers, then with a new worker; a failure that repeats is the script's and ends the job."""
     membership = context.state.membership
     current = membership.generation
-    if any(
-        (f.worker, f.generation, f.step) == (worker.name, message.generation, message.step)
-        for f in membership.failures
-    ):
+    if (worker.name, message.generation, message.step) in _known(context).reported:
         # Agents repeat what may not have been heard. Counted twice, one failure would look like a second
         # attempt, and a retry that would have worked would be judged as the script's fault.
         return
@@ -112,7 +109,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         context.request(NoteNonFinite(worker, message))
     # The ladder: the same worker tries again, then a fresh worker does, and when the same error came in both
     # at the same step, it is the script's. Each attempt costs little, and the last one is reached in seconds.
-    verdict = script_fault(membership.failures)
+    verdict = _verdict(context)
     if verdict is not None:
         # The generation ends before the stop is asked for: its members must park with their state, so that
         # the last commit is saved before the job fails.
@@ -242,6 +239,41 @@ def note_failure(
         node.failures += 1
 
 
+@dataclass
+class _Known:
+    """What is asked of all recorded failures at each new one. When a NaN is in the sum every worker reports it, and together they
+    would look at each other's."""
+
+    count: int = 0
+    oldest: Failure | None = None
+    reported: set[tuple[str, int, int | None]] = field(default_factory=set)
+    """Worker, generation and step of each."""
+    attempts: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
+    """The generations that failed at this step with this signature."""
+
+
+def _known(context: Context) -> _Known:
+    failures, known = context.state.membership.failures, context.transient(_Known)
+    # Failures are added at the end. Where others went, those that are left are counted anew.
+    if known.count > len(failures) or (known.count and known.oldest is not failures[0]):
+        vars(known).update(vars(_Known()))
+    for failure in failures[known.count :]:
+        known.reported.add((failure.worker, failure.generation, failure.step))
+        known.attempts.setdefault((failure.step, failure.signature), set()).add(failure.generation)
+    known.count, known.oldest = len(failures), failures[0] if failures else None
+    return known
+
+
+def _verdict(context: Context, trained: bool = False, nodes: int = 1) -> ScriptFault | None:
+    """As `script_fault`, of the newest failure."""
+    failures = context.state.membership.failures
+    last = failures[-1]
+    # Several workers of one attempt prove nothing at a step, however many they are.
+    if last.step is not None and len(_known(context).attempts[last.step, last.signature]) < 2:
+        return None
+    return script_fault(failures, trained, nodes)
+
+
 def forgive(context: Context, innocent: Callable[[Failure], bool]) -> None:
     """Removes the records of failures that turned out to have another cause."""
     membership = context.state.membership
@@ -305,9 +337,7 @@ def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool)
     )
     signature = policy.failure_signature(root_cause, message)
     note_failure(context, None if early else membership.committed, signature, worker, membership.number)
-    verdict = script_fault(
-        membership.failures, trained=membership.number > 0, nodes=queries.hoped_for(context)
-    )
+    verdict = _verdict(context, trained=membership.number > 0, nodes=queries.hoped_for(context))
     if verdict is not None:
         generations.break_generation(context, root_cause.cause)
         shutdown.request(context, verdict.reason, "failed", first_root_cause(context, signature))
