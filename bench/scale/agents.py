@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import aiohttp
 import msgspec
 
+from bench.coordinator import hello
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, apply
 from holdfast.protocol.phases import PageReading, Phase, Spent
@@ -94,17 +95,7 @@ class SimAgent:
     async def join(self, session: aiohttp.ClientSession, url: str) -> None:
         """Connects and says hello; then it lives by itself."""
         self._socket = await session.ws_connect(url, max_msg_size=256 << 20)
-        host = f"{self.name}.cluster.local"
-        hello = m.Hello(
-            version=m.PROTOCOL_VERSION,
-            node=self.name,
-            session=f"s{self._number}",
-            host=host,
-            slots=self._shape.per_node,
-            pid=1,
-            ports=(29500, 29501),
-        )
-        await self._send(hello)
+        await self._send(hello(self._number, self._shape.per_node))
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
     async def lose(self) -> None:

@@ -17,12 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from bench.coordinator import job
 from bench.scale.agents import TOKEN, Shape
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.server import Coordinator
-from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.job_options import SnapshotOptions, Timing
-from holdfast.protocol.snapshots import Saving
+from holdfast.protocol.job import Resume
+from holdfast.protocol.job_options import Timing
 
 LAG_EVERY_S = 0.01
 
@@ -51,20 +53,6 @@ class Cost:
     members: int
 
 
-def job(shape: Shape, spares: int) -> JobSpec:
-    """That may go on with any number of nodes, and saves nothing."""
-    return JobSpec(
-        name="scale",
-        script="train.py",
-        min_nodes=1,
-        max_nodes=shape.nodes - spares,
-        spares=spares,
-        nproc=shape.per_node,
-        saving=Saving(SnapshotOptions("0")),
-        timing=Timing(detection_s=shape.detection_s),
-    )
-
-
 class _Meter:
     """Processor time within one function."""
 
@@ -90,7 +78,9 @@ async def _run(conn: Connection, shape: Shape, spares: int) -> None:
     (folder / "token").write_text(TOKEN)
     meter = _Meter()
     Core.handle_all = meter.around(Core.handle_all)  # type: ignore[method-assign]
-    coordinator = Coordinator(folder, job(shape, spares), Resume(), copies=0)
+    spec = job(shape.nodes - spares, shape.per_node, spares)
+    spec = msgspec.structs.replace(spec, timing=Timing(detection_s=shape.detection_s))
+    coordinator = Coordinator(folder, spec, Resume(), copies=0)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     serving = asyncio.create_task(coordinator.serve(listener, "127.0.0.1"))
     lags: list[float] = []

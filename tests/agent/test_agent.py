@@ -16,7 +16,7 @@ import pytest
 from aiohttp import WSCloseCode
 from test_coordinator_link import serving
 
-from holdfast.agent.agent import Agent
+from holdfast.agent.agent import _may_wait
 from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING, difference
 from holdfast.protocol.job import JobSpec
@@ -165,7 +165,7 @@ def test_only_further_steps_of_members_beside_rank_0_may_wait():
         return m.Progress(generation=generation, committed=committed, median_s=0.1)
 
     def waits(worker, message):
-        return Agent._may_wait(None, worker, message)
+        return _may_wait(worker, message)
 
     zero, one, none = (SimpleNamespace(rank=rank, reported=0) for rank in (0, 1, None))
     assert [waits(one, report(1, 5)), waits(one, report(1, 6)), waits(one, report(2, 6))] == [

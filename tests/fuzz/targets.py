@@ -42,7 +42,7 @@ from holdfast.protocol.engine_orders import NodeGoing
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.network.endpoint import FILE_NAME, Endpoint, read_endpoint
 from holdfast.protocol.wire.decoding import decode
-from holdfast.protocol.wire.frames import Codec
+from holdfast.protocol.wire.frames import Codec, encode_all
 from holdfast.tensors.index import StateIndex, TensorSpec, decode_index, leaves, small_tensors
 
 WORK = Path(tempfile.mkdtemp(prefix="holdfast-fuzz-"))
@@ -330,6 +330,14 @@ TARGETS: dict[str, Target] = {
     ),
     "message": Target(
         _codec.decode, (ProtocolError,), lambda: [msgspec.msgpack.encode(m.Checked(request=1, results=()))]
+    ),
+    "messages": Target(
+        _codec.decode_all,
+        (ProtocolError,),
+        lambda: [
+            encode_all([msgspec.msgpack.encode(m.Checked(request=n, results=())) for n in range(count)])
+            for count in (1, 3)
+        ],
     ),
 }
 

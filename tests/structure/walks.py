@@ -222,7 +222,9 @@ coordinator/membership/failures:exited by exited
                     coordinator/membership/policy:failure_signature
                     coordinator/membership/failures:note_failure
                     coordinator/membership/queries:hoped_for
-                    coordinator/kernel/incidents:script_fault
+                    coordinator/membership/failures:_verdict
+                        coordinator/membership/failures:_known
+                        coordinator/kernel/incidents:script_fault
                 coordinator/membership/generations:break_generation
                     coordinator/kernel/transitions:enter_job
                     coordinator/membership/wall_time:broke

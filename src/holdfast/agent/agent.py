@@ -87,7 +87,7 @@ class Agent:
         self._config = config
         self._session = uuid.uuid4().hex
         self._generation = NOTHING
-        """The newest one that this node was sent."""
+        """The newest generation that this node was sent."""
         self._token = read_stored_word(config.job_dir / "token")
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -514,7 +514,7 @@ class Agent:
             self._pool.import_ahead()
             if not message.modules:
                 return
-        within_s = REPORT_S if self._may_wait(worker, message) else 0.0
+        within_s = REPORT_S if _may_wait(worker, message) else 0.0
         self._link.send(m.FromWorker(worker.name, message), within_s)  # before what may fail
         if isinstance(message, m.FaultFired):
             # After the message was queued. The fault may end this process, and the core must know that it was
@@ -526,14 +526,6 @@ class Agent:
             self._watcher.pauses(worker.name)
         if isinstance(message, m.Failed):
             self._follower.append_quietly(worker.log, message.traceback)
-
-    def _may_wait(self, worker: WorkerProcess, message: m.WorkerMessage) -> bool:
-        """Whether a report need not be heard at once: of a generation's further steps by another member than rank 0, which
-        reports the same steps."""
-        if not isinstance(message, m.Progress) or worker.rank is None:
-            return False
-        first, worker.reported = worker.reported != message.generation, message.generation
-        return worker.rank > 0 and not first
 
     async def _give_slot(self, worker: WorkerProcess, message: m.SlotWanted) -> None:
         if self._keeper is None:
@@ -791,6 +783,15 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _may_wait(worker: WorkerProcess, message: m.WorkerMessage) -> bool:
+    """Whether the coordinator need not receive a report at once. That holds for further steps of a generation on other ranks
+    than 0, because rank 0 reports the same steps."""
+    if not isinstance(message, m.Progress) or worker.rank is None:
+        return False
+    first, worker.reported = worker.reported != message.generation, message.generation
+    return worker.rank > 0 and not first
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:

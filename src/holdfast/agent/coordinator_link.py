@@ -41,7 +41,7 @@ QUIET_BEATS = 20
 """So many heartbeats without a word of the coordinator, and it is asked for one: five times the time to detect a lost node, after
 which a coordinator that hangs is ended by who keeps it running."""
 FRAME_MESSAGES, FRAME_BYTES = 64, 256 << 10
-"""Messages that wait are sent in one frame, up to so many, and up to the one that makes it as long."""
+"""Limits of a frame of several messages: their number, and the size from which no further one is added."""
 ANSWER_BEATS = 4
 """So many more without an answer, and this node looks for another one."""
 
@@ -126,8 +126,8 @@ class CoordinatorLink:
         self._reported = False
 
     def send(self, message: m.AgentMessage, within_s: float = 0.0) -> None:
-        """Queues a message, which is sent as soon as there is a coordinator. within_s: it may wait for so long for others, to be
-        sent in one frame with them."""
+        """Queues a message, which is sent as soon as there is a coordinator. within_s: how long it may wait for other messages, to
+        be sent in one frame with them."""
         self._outbox.put(message, time.monotonic())
         # Before the event that wakes the sender: `flushed` must never return with this message still in the
         # queue.

@@ -1,9 +1,8 @@
 """A generation as what has changed since one that the other side has.
 
-Of thousands of workers a few are new in the next generation, and the ranks behind them close up. So members are sent as runs:
-how many of the generation before go on from which rank, and who is new. Rank, replica and, in a complete replica, the shard follow
-from the position. A digest of the whole tells whether both sides mean the same, so a worker is never told of another generation.
-Pure.
+From one generation to the next a few of thousands of workers change, and the ranks behind them close up. So members are sent as
+runs: a number of members of the generation before, from a given rank on, or new members. Rank, replica and, in a complete replica,
+the shard follow from the position. A digest of the whole shows whether both sides have the same generation. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from holdfast.errors import ProtocolError
 from holdfast.protocol.messages import Came, Difference, Generation, Kept, Member, NewMember
 
 NOTHING = Generation(number=0, members=())
-"""What the other side has that has none."""
+"""Stands for the generation of a side that has none."""
 
 
 def difference(base: Generation, new: Generation) -> Difference:

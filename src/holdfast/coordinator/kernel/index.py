@@ -172,17 +172,17 @@ class PhaseIndex:
         self.renew(node)
 
     def take_left(self) -> list[Worker]:
-        """Who left the step while replicas halt, since the last question."""
+        """Workers that left the step while replicas halt, since the last call."""
         left, self._left = self._left, {}
         return list(left.values())
 
     def take_started(self) -> list[Worker]:
-        """Workers that were started since the last question, also those that are gone."""
+        """Workers that were started since the last call, also those that are gone."""
         started, self._started = self._started, {}
         return list(started.values())
 
     def position(self, node: Node) -> int:
-        """How many nodes that are not gone came before this one."""
+        """The node's position among those that are not gone, in the order in which they came."""
         if self._positions is None:
             self._positions = {name: at for at, name in enumerate(self.alive_nodes)}
         return self._positions[node.name]

@@ -241,13 +241,13 @@ def note_failure(
 
 @dataclass
 class _Known:
-    """What is asked of all recorded failures at each new one. When a NaN is in the sum every worker reports it, and together they
-    would look at each other's."""
+    """The recorded failures, by what is looked up at each new one. A NaN in the sum is reported by every worker: if each report were
+    compared with all others, it would cost the square of the workers."""
 
     count: int = 0
     oldest: Failure | None = None
     reported: set[tuple[str, int, int | None]] = field(default_factory=set)
-    """Worker, generation and step of each."""
+    """The worker, generation and step of each failure."""
     attempts: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
     """The generations that failed at this step with this signature."""
 

@@ -220,7 +220,7 @@ def try_form(context: Context) -> None:
         return
     if _is_first_and_waits(context, survivors):
         return
-    # Before it is looked who they are: while a large job starts, everyone that gets ready asks.
+    # The number first, and the workers only if it suffices: this runs for every worker that gets ready while a large job starts.
     count = (
         len(survivors) + context.count_workers(WorkerPhase.READY)
         if survivors
@@ -265,7 +265,7 @@ def try_form(context: Context) -> None:
 
 
 def _is_first_and_waits(context: Context, survivors: list[Worker]) -> bool:
-    """Whether the first generation waits for more workers, as far as their number alone tells."""
+    """Whether the number of workers alone shows that the first generation waits for more."""
     s = context.state
     if (
         s.membership.number

@@ -400,8 +400,8 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
         # The coordinator before may have heard of more steps than it wrote. The events of what was lost with it name the step.
         # It is not handled as a report: those tell how long ago the step was, which the page does not.
         membership.committed = max(membership.committed, view.page.committed)
-    # In a step it is connected. That it said so may not be written, and one that compiles its first step has the time of a
-    # start for it.
+    # A worker in a step is connected. Its Joined may not be in the state, and without it a first step that compiles would not
+    # get the time of a start.
     if current is not None and view.page.generation == current.number and view.page.phase in _IN_A_STEP:
         worker.joined_generation = current.number
     if view.attached:

@@ -112,7 +112,8 @@ def next_shard(context: Context, node: Node, rank: int) -> int:
     near = Counter(w.shard_index for w in peers)
     scarce = (q for q in range(s.membership.shard_count) if there.counts[q] == fewest)
     chosen = min(scarce, key=lambda q: (near[q], q))
-    # Whoever asks starts one. It is counted here, or starting all workers of a job would cost the square of their number.
+    # The caller starts a worker for it, which is the next change of the index. It is counted here already: if all were counted
+    # again for each that is started, a start would cost the square of the workers.
     there.counts[chosen] += node.leaving is None
     there.at = context.index.changes + 1
     return chosen
@@ -120,7 +121,7 @@ def next_shard(context: Context, node: Node, rank: int) -> int:
 
 @dataclass
 class _There:
-    """How many workers there are for each shard, on nodes that stay."""
+    """The number of workers for each shard, on nodes that stay."""
 
     at: int = -1
     """`PhaseIndex.changes` when they were counted."""
@@ -149,8 +150,8 @@ def _replicas_within_reach(context: Context, there: list[int], others: int) -> i
 
 
 def _are_spread(context: Context) -> bool:
-    """Whether no worker that is ready is one too many, as far as their number alone tells. While a large job starts, everyone
-    that gets ready asks."""
+    """Whether the numbers of workers alone show that no ready one is too many for its shard. This is asked for every worker that
+    gets ready while a large job starts."""
     if context.count_workers(*ASSIGNED) or context.count_nodes(NodePhase.LEAVING):
         return False
     there = context.count_workers(WorkerPhase.READY, *COMING)

@@ -187,7 +187,7 @@ class AgentLines:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is sent inside leaves at its end: to each node in one frame, with a generation once for all its workers."""
+        """Collects what is sent within the block. At its end each node is sent one frame, with a generation once for all workers."""
         self._collected = {}
         try:
             yield

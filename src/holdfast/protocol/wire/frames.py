@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -64,8 +65,13 @@ class Codec(Generic[T]):
     """Decodes messages of one (union) type. Raises ProtocolError on anything else."""
 
     def __init__(self, kind: Any) -> None:
+        self._kind = kind
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
-        self._several: msgspec.msgpack.Decoder[T | list[T]] = msgspec.msgpack.Decoder(kind | list[kind])
+
+    @cached_property
+    def _several(self) -> msgspec.msgpack.Decoder[T | list[T]]:
+        kind: Any = self._kind
+        return msgspec.msgpack.Decoder(kind | list[kind])
 
     def decode(self, body: bytes | bytearray | memoryview) -> T:
         """One message from its bytes."""
