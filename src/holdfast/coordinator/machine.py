@@ -206,6 +206,12 @@ class Core(Context):
         # is no queue of half-done work between two handlers, and the order of decisions can be read from the
         # code.
         match request:
+            # The first, because every report of progress makes this request, and the kinds are tried one after the other.
+            case context.CompareSteps(worker, message):
+                comparison.heard(self, worker, message.spent)
+                # Times first, then losses: both may report a finding of the same worker, and the ledger of a
+                # simulated schedule has to have one order.
+                comparison.losses_heard(self, worker, message.losses)
             case context.RemoveNode(node, cause):
                 nodes.lose(self, node, cause)
             case context.RefuseNode(node, cause):
@@ -270,11 +276,6 @@ class Core(Context):
                 triage.escalated(self, node, incident, does, reason)
             case context.NoteWorkerEnded(incident):
                 triage.struck(self, incident)
-            case context.CompareSteps(worker, message):
-                comparison.heard(self, worker, message.spent)
-                # Times first, then losses: both may report a finding of the same worker, and the ledger of a
-                # simulated schedule has to have one order.
-                comparison.losses_heard(self, worker, message.losses)
             case context.AwaitReturn():
                 nodes.on_its_way(self)
             case context.PauseRequests(until_s):
