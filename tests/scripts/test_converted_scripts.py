@@ -56,7 +56,6 @@ NAMES = {"ids": lambda given: given.script if isinstance(given, Pair) else None}
 def plainly(folder: Path, pair: Pair) -> dict[str, list[str]]:
     how = map(str, pair.dealt(RANKS))
     seen = by_torchrun(place(folder), "dealt.py", *how, pair.script, *pair.unconverted())
-    assert seen.code == 0
     assert set(seen.lines) == {str(rank) for rank in range(RANKS)}
     return seen.lines
 

@@ -49,14 +49,33 @@ def place(folder: Path) -> Path:
     return folder
 
 
-def by_torchrun(folder: Path, script: str, *args: str) -> Seen:
-    """Each rank has a file for what it prints, since two ranks that write into one pipe cut each other's lines."""
+def by_torchrun(folder: Path, script: str, *args: str, code: int = 0) -> Seen:
+    """Each rank has a file for what it prints, since two ranks that write into one pipe cut each other's lines.
+
+    code: with which it has to end. What is compared is Holdfast, so a run that plain torch itself breaks (one in some
+    hundred ended with 1 on a loaded machine) is repeated once, from the same files.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    with tempfile.TemporaryDirectory() as logs:
-        command += ["--redirects=3", f"--log-dir={logs}"]
-        ended = subprocess.run([*command, script, *args], cwd=folder, capture_output=True, timeout=LONG_S)
-        printed = "".join(log.read_text() for log in sorted(Path(logs).rglob("stdout.log")))
-    return Seen(ended.returncode, by_rank(printed), written(folder))
+    failures = []
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as kept:
+            before, logs = Path(kept) / "before", Path(kept) / "logs"
+            shutil.copytree(folder, before)
+            ended = subprocess.run(
+                [*command, "--redirects=3", f"--log-dir={logs}", script, *args],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=LONG_S,
+            )
+            printed = "".join(log.read_text() for log in sorted(logs.rglob("stdout.log")))
+            if ended.returncode == code:
+                return Seen(code, by_rank(printed), written(folder))
+            said = [ended.stderr, *(log.read_text() for log in sorted(logs.rglob("stderr.log")))]
+            failures.append(f"torchrun ended with {ended.returncode}:\n" + "\n".join(s[-3000:] for s in said))
+            shutil.rmtree(folder)
+            shutil.copytree(before, folder)
+    raise AssertionError("\n\n".join(failures))
 
 
 def by_holdfast(
@@ -73,7 +92,6 @@ def by_holdfast(
 
 def same(tmp_path, monkeypatch, script: str, *args: str) -> tuple[Seen, Seen]:
     expected = by_torchrun(place(tmp_path / "torchrun"), script, *args)
-    assert expected.code == 0, expected
     assert set(expected.lines) == {str(rank) for rank in range(RANKS)}
     found = by_holdfast(place(tmp_path / "holdfast"), tmp_path / "home", monkeypatch, script, *args)
     assert found.code == 0
@@ -93,10 +111,10 @@ def test_a_script_with_a_configuration_and_files_of_its_own(tmp_path, monkeypatc
 @pytest.mark.long
 def test_a_script_that_ends_with_an_error_code_fails(tmp_path, monkeypatch) -> None:
     script = ("configured.py", "--set", "code=3")
-    expected = by_torchrun(place(tmp_path / "torchrun"), *script)
+    by_torchrun(place(tmp_path / "torchrun"), *script, code=1)
     monkeypatch.chdir(place(tmp_path / "holdfast"))
     ran = run(tmp_path, "--nproc-per-node", RANKS, "--max-restarts", 0, *script)
-    assert (ran.code, expected.code) == (1, 1)
+    assert ran.code == 1
 
 
 @pytest.mark.long
@@ -181,7 +199,7 @@ def test_accelerate_and_its_checkpoints(tmp_path, monkeypatch) -> None:
 def test_what_is_not_seeded_differs_from_rank_to_rank(tmp_path, monkeypatch) -> None:
     expected = by_torchrun(place(tmp_path / "torchrun"), "unseeded.py")
     found = by_holdfast(place(tmp_path / "holdfast"), tmp_path / "home", monkeypatch, "unseeded.py")
-    assert (found.code, expected.code) == (0, 0)
+    assert found.code == 0
     for seen in (expected, found):
         assert len(seen.lines["0"]) == len(seen.lines["1"]) == 6
         assert all(mine != others for mine, others in zip(seen.lines["0"], seen.lines["1"], strict=True))

@@ -35,7 +35,6 @@ def again(disturbed: Seen, expected: Seen) -> None:
 )
 def test_level_1_prints_what_torchrun_prints(tmp_path, monkeypatch, script, args, changes, killed) -> None:
     expected = by_torchrun(place(tmp_path / "torchrun"), script, *args)
-    assert expected.code == 0
     for name, faults in {
         "undisturbed": [],
         "disturbed": ["kill-worker:rank={},step={}".format(*killed)],
