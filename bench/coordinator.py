@@ -42,9 +42,9 @@ def hello(number: int, slots: int) -> m.Hello:
     )
 
 
-def says(worker: Worker, message: m.WorkerMessage) -> e.NodeSays:
+def says(worker: Worker, message: m.WorkerMessage) -> e.WorkersSay:
     """A message of a worker, as its agent forwards it."""
-    return e.NodeSays(worker.node, m.FromWorker(worker.name, message))
+    return e.WorkersSay(worker.node, (m.FromWorker(worker.name, message),))
 
 
 def ready(worker: Worker, shards: int = 1) -> m.Ready:

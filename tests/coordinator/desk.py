@@ -103,7 +103,7 @@ class Desk:
 
     def says(self, worker: str, message: m.WorkerMessage, age_s: float = 0.0) -> list[e.Action]:
         """A worker says something."""
-        return self.do(e.NodeSays(worker.partition(".")[0], m.FromWorker(worker, message, age_s)))
+        return self.do(e.WorkersSay(worker.partition(".")[0], (m.FromWorker(worker, message, age_s),)))
 
     def exits(self, worker: str, code: int, killed: bool = False) -> list[e.Action]:
         """A worker's process ends. killed: by its agent."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.kernel.events import Record, Tick
+from holdfast.coordinator.kernel.events import NodeSays, Record, Tick, WorkersSay
 
 PLAIN, SHARDED, PLACED = 4_000, 1_000, 40
 """Schedules of each kind that are recorded. About one plain one in eight is at level 0."""
@@ -75,7 +75,9 @@ def run(seed: int, lines: list[str] | None = None) -> str:
         if isinstance(event, Tick) and not actions:
             heard(self, event, actions, core)  # how often somebody looks at the clock decides nothing
             return
-        for way, what in (("<", event), *((">", a) for a in actions)):
+        # Workers' reports are recorded one by one, however many of them are one event.
+        news = [NodeSays(event.node, r) for r in event.reports] if isinstance(event, WorkersSay) else [event]
+        for way, what in (*(("<", e) for e in news), *((">", a) for a in actions)):
             line = f"{core.now:.6f} {way} {canonical(what)!r}"
             digest.update(line.encode())
             if lines is not None:

@@ -82,7 +82,7 @@ def trains(
 
 def hears(desk: Desk, worker: str, message: m.WorkerMessage, after_s: float = 0.0) -> None:
     """The core, of a worker, at this very moment."""
-    desk.do(e.NodeSays(worker.partition(".")[0], m.FromWorker(worker, message)), after_s)
+    desk.do(e.WorkersSay(worker.partition(".")[0], (m.FromWorker(worker, message),)), after_s)
 
 
 def job() -> Desk:

@@ -33,8 +33,17 @@ from holdfast.coordinator.kernel.events import (
     Starved,
     StopRequested,
     Tick,
+    WorkersSay,
 )
-from holdfast.coordinator.kernel.state import CoreState, Injection, JobPhase, Timer, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import (
+    CoreState,
+    Injection,
+    JobPhase,
+    Node,
+    Timer,
+    Worker,
+    WorkerPhase,
+)
 from holdfast.coordinator.membership import (
     failures,
     generations,
@@ -158,12 +167,12 @@ class Core(Context):
             return False
         # Whatever queued an action has changed something by definition; asking by kind of message instead
         # would have to be right for every new message.
-        if len(self._out) > queued or not isinstance(event, NodeSays):
+        if len(self._out) > queued:
             return True
-        message = event.message.message if isinstance(event.message, m.FromWorker) else event.message
-        if isinstance(message, m.Progress):
-            return not settled
-        return not isinstance(message, m.Heartbeat | m.Restoring | m.StoreProgress)
+        if isinstance(event, WorkersSay):
+            signs: Any = (m.Progress, m.Restoring) if settled else m.Restoring
+            return not all(isinstance(report.message, signs) for report in event.reports)
+        return not (isinstance(event, NodeSays) and isinstance(event.message, m.Heartbeat | m.StoreProgress))
 
     def _settled(self) -> bool:
         """The newest generation trains, and has committed a step: nothing waits for its next one."""
@@ -206,12 +215,6 @@ class Core(Context):
         # is no queue of half-done work between two handlers, and the order of decisions can be read from the
         # code.
         match request:
-            # The first, because every report of progress makes this request, and the kinds are tried one after the other.
-            case context.CompareSteps(worker, message):
-                comparison.heard(self, worker, message.spent)
-                # Times first, then losses: both may report a finding of the same worker, and the ledger of a
-                # simulated schedule has to have one order.
-                comparison.losses_heard(self, worker, message.losses)
             case context.RemoveNode(node, cause):
                 nodes.lose(self, node, cause)
             case context.RefuseNode(node, cause):
@@ -230,6 +233,11 @@ class Core(Context):
                 self._worker_says(worker, report, 0.0)
             case context.StopJob(reason, outcome, root_cause, cause):
                 shutdown.request(self, reason, outcome, root_cause, cause=cause)
+            case context.CompareSteps(worker, message):
+                comparison.heard(self, worker, message.spent)
+                # Times first, then losses: both may report a finding of the same worker, and the ledger of a
+                # simulated schedule has to have one order.
+                comparison.losses_heard(self, worker, message.losses)
             case context.NoteWaits(data_s, slow_s):
                 wall_time.waited(self.state, data_s, slow_s)
             case context.SwapLemons():
@@ -302,6 +310,8 @@ class Core(Context):
                 node = self.state.membership.nodes.get(name)
                 if node is not None and node.alive and node.session == session:
                     nodes.lose(self, node, cause)
+            case WorkersSay():
+                self._workers_say(event)
             case NodeSays(name, message):
                 self._node_says(name, message)
             case Injected():
@@ -372,23 +382,38 @@ class Core(Context):
             )
             incidents.injected(s, injection)
 
-    def _node_says(self, name: str, message: m.AgentMessage) -> None:
+    def _who_says(self, name: str) -> Node | None:
+        """The node that a message is of; None: what it says does not count."""
         node = self.state.membership.nodes.get(name)
         if node is None or not node.alive:
             # Nothing of a node that was given up counts any more, whatever it says. Its workers may be alive,
             # and their reports would mix with those of the generation that went on without them.
             nodes.fence(self, node, name)
-            return
+            return None
         # Any message is a sign of life, not only a heartbeat: an agent that is busy passing on messages sends
         # its heartbeats late.
         nodes.heard(self, node, self.now)
+        return node
+
+    def _workers_say(self, event: WorkersSay) -> None:
+        if (node := self._who_says(event.node)) is None:
+            return
+        for report in event.reports:
+            if not node.alive:  # because of a report before this one
+                nodes.fence(self, node, node.name)
+                return
+            worker = self.state.membership.workers.get(report.worker)
+            # Words of a worker that is gone are dropped here, once, so no handler below has to ask. They
+            # are common: a worker reports its last commit, and its exit overtakes that in the agent.
+            if worker is not None and worker.phase is not WorkerPhase.GONE:
+                self._worker_says(worker, report.message, report.age_s + event.waited_s)
+                # Each by itself: what one brought about is no matter of the incidents that another concerns.
+                self._attribute()
+
+    def _node_says(self, name: str, message: m.NodeMessage) -> None:
+        if (node := self._who_says(name)) is None:
+            return
         match message:
-            case m.FromWorker(worker_name, report, age_s):
-                worker = self.state.membership.workers.get(worker_name)
-                # Words of a worker that is gone are dropped here, once, so no handler below has to ask. They
-                # are common: a worker reports its last commit, and its exit overtakes that in the agent.
-                if worker is not None and worker.phase is not WorkerPhase.GONE:
-                    self._worker_says(worker, report, age_s)
             case m.Started(worker_name, pid, log):
                 if worker := self.state.membership.workers.get(worker_name):
                     workers.started(self, worker, pid, log)
@@ -423,6 +448,9 @@ class Core(Context):
 
     def _worker_says(self, worker: Worker, message: m.WorkerMessage, age_s: float) -> None:
         match message:
+            # The first, because most reports are of progress, and the kinds are tried one after the other.
+            case m.Progress():
+                workers.progress(self, worker, message, age_s)
             case m.Attached():
                 workers.attached(self, worker)
             case m.Ready():
@@ -431,8 +459,6 @@ class Core(Context):
                 workers.joined(self, worker, message)
             case m.Restoring():
                 workers.restoring(self, worker, message)
-            case m.Progress():
-                workers.progress(self, worker, message, age_s)
             case m.OffStep(on):
                 workers.off_step(self, worker, on, age_s)
             case m.Parked():

@@ -1308,7 +1308,7 @@ class LedgerKept(msgspec.Struct, frozen=True, kw_only=True, tag="ledger-kept"):
     """There is no more. A copy that cannot be read ends without a base."""
 
 
-AgentMessage = (
+NodeMessage = (
     LedgerKept
     | SnapshotStored
     | FindingsReported
@@ -1323,13 +1323,14 @@ AgentMessage = (
     | Hello
     | Leaving
     | Heartbeat
-    | FromWorker
     | Started
     | Exited
     | Stalled
     | InspectReply
     | FaultFired
 )
+"""Of an agent itself."""
+AgentMessage = NodeMessage | FromWorker
 
 
 # One number for all messages. Agents of a job start from one installation as a rule; where they do not, a

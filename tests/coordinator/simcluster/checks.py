@@ -782,8 +782,7 @@ def _is_heartbeat(event: e.Event) -> bool:
 
 
 def _is_progress(event: e.Event) -> bool:
-    said = event.message if isinstance(event, e.NodeSays) else None
-    return isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress)
+    return isinstance(event, e.WorkersSay) and all(isinstance(r.message, m.Progress) for r in event.reports)
 
 
 def _listed(value: object) -> list[object]:

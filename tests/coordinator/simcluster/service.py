@@ -53,7 +53,9 @@ class Service:
                 self._drop(before)
             self.handle(e.NodeJoined(message, self.cluster.ailments.past(message.identity)))
         elif self.connections.get(connection.agent.name) is connection:
-            self.handle(e.NodeSays(connection.agent.name, message))
+            node = connection.agent.name
+            report = isinstance(message, m.FromWorker)
+            self.handle(e.WorkersSay(node, (message,)) if report else e.NodeSays(node, message))
 
     def peer_closed(self, connection: Connection) -> None:
         """An agent's end of a connection closed: what is still on its way may be lost or not."""

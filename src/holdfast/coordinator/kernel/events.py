@@ -26,7 +26,7 @@ from holdfast.protocol.engine_orders import (
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
+from holdfast.protocol.messages import FromWorker, Hello, NodeMessage, ToAgent
 from holdfast.protocol.notices import NoticeCause
 
 
@@ -50,10 +50,21 @@ class NodeLost(msgspec.Struct, frozen=True):
 
 
 class NodeSays(msgspec.Struct, frozen=True):
-    """A message of an agent."""
+    """A message of an agent itself."""
 
     node: str
-    message: AgentMessage
+    message: NodeMessage
+
+
+# Of a large job nearly all that comes are reports, one of each worker in every frame. What an event costs besides is then
+# paid once for a node.
+class WorkersSay(msgspec.Struct, frozen=True):
+    """Reports of a node's workers that came together, in the order in which its agent had them."""
+
+    node: str
+    reports: tuple[FromWorker, ...]
+    waited_s: float = 0.0
+    """For how long they waited here. It adds to the age of each."""
 
 
 class StopRequested(msgspec.Struct, frozen=True):
@@ -152,6 +163,7 @@ Event = (
     NodeJoined
     | NodeLost
     | NodeSays
+    | WorkersSay
     | NodeAvailable
     | NodeUnavailable
     | NodeGoing

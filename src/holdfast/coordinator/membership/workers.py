@@ -135,13 +135,15 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
     worker.median_s = message.median_s if message.median_s is not None else worker.median_s
     if message.losses and message.losses[-1][0] + 1 >= s.membership.committed:
         worker.loss = message.losses[-1][1]
-    heard(s, message)
+    if message.figures:
+        heard(s, message)
     current = s.membership.generation
     if current is None or message.generation != current.number:
         return
     if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
         worker.committed = message.committed
-        context.request(CompareSteps(worker, message))
+        if message.spent or message.losses:  # most reports of a large job bring neither
+            context.request(CompareSteps(worker, message))
     s.membership.committed = max(s.membership.committed, message.committed)
     if message.committed <= s.membership.generation_committed:
         wall_time.scripted(s, message.script_s)

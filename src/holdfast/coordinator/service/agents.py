@@ -23,6 +23,7 @@ from holdfast.protocol.phases import Phase
 from holdfast.protocol.wire.frames import Codec, encode
 
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
+_NOT_FOR_THE_CORE = (m.FaultFired, m.Imported)
 _log = logging.getLogger(__name__)
 _ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
 
@@ -80,7 +81,7 @@ class AgentConnections:
             while (frame := await socket.receive()).type not in _ENDS:
                 # Checked for every frame. A connection that was replaced may have frames in its buffer, and
                 # they are of a past that the new agent has reported otherwise.
-                if frame.type is WSMsgType.BINARY and self._lines.by_node.get(line.node) is line:
+                if frame.type is WSMsgType.BINARY and self._speaks(line):
                     await self._on_frame(line, frame.data)
             ended = frame.type is WSMsgType.CLOSE
         except ProtocolError as error:
@@ -90,7 +91,7 @@ class AgentConnections:
             sender.cancel()
             # Only the connection that speaks for the node reports its loss. The end of one that was replaced
             # says nothing about the node.
-            if self._lines.by_node.get(line.node) is line:
+            if self._speaks(line):
                 _log.info("lost the connection of an agent", extra={"node": line.node})
                 del self._lines.by_node[line.node]
                 self.readings.pop(line.node, None)
@@ -158,7 +159,7 @@ class AgentConnections:
         new = known is None or known.session != hello.session
         # Only for a session that is new. A reconnect must not wait for a database that is slow.
         past = await self._memory.past(hello.identity, hello.devices) if new else ()
-        if self._lines.by_node.get(line.node) is line:  # and no newer one came meanwhile
+        if self._speaks(line):  # and no newer one came meanwhile
             line.known = hello.session
             _log.info("an agent connected", extra={"node": hello.node, "host": hello.host, "pid": hello.pid})
             self._loop.handle(ev.NodeJoined(hello, past), line)
@@ -191,12 +192,41 @@ class AgentConnections:
             asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
 
     async def _on_frame(self, line: AgentQueue, data: bytes) -> None:
+        reports: list[m.FromWorker] = []
         for message in _codec.decode_all(data):
-            # A connection that was replaced meanwhile says nothing any more.
-            if self._lines.by_node.get(line.node) is line:
+            # Those that come one after the other are one event.
+            if isinstance(message, m.FromWorker) and not isinstance(message.message, _NOT_FOR_THE_CORE):
+                reports.append(message)
+                continue
+            self._on_reports(line, reports)
+            reports = []
+            if not self._speaks(line):
+                return
+            if isinstance(message, m.FromWorker):
+                self._on_service_report(line.node, message)
+            else:
                 await self._on_message(line, message)
+        self._on_reports(line, reports)
 
-    async def _on_message(self, line: AgentQueue, message: m.AgentMessage) -> None:
+    def _speaks(self, line: AgentQueue) -> bool:
+        """Whether the connection still represents its node; one that was replaced meanwhile says nothing any more."""
+        return self._lines.by_node.get(line.node) is line
+
+    def _on_reports(self, line: AgentQueue, reports: list[m.FromWorker]) -> None:
+        if reports and self._speaks(line):
+            self._loop.handle(ev.WorkersSay(line.node, tuple(reports)))
+
+    def _on_service_report(self, node: str, report: m.FromWorker) -> None:
+        """One of `_NOT_FOR_THE_CORE`."""
+        if isinstance(fired := report.message, m.FaultFired):
+            # A copy is of an older step than the one that is computed meanwhile.
+            step = None if fired.phase == Phase.SNAPSHOT else fired.step
+            self._loop.fired(fired.fault, node, report.worker, step)
+        # It decides nothing: a spare node that does not know it is only slower to start.
+        elif isinstance(imported := report.message, m.Imported):
+            self._learn(imported)
+
+    async def _on_message(self, line: AgentQueue, message: m.NodeMessage) -> None:
         node = line.node
         if isinstance(message, m.Hello):
             await self._on_hello(line, message)
@@ -206,20 +236,12 @@ class AgentConnections:
             pass
         elif isinstance(message, m.FaultFired):
             self._loop.fired(message.fault, node, self._armed_worker(message.fault))
-        elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
-            fired = message.message
-            # A copy is of an older step than the one that is computed meanwhile.
-            step = None if fired.phase == Phase.SNAPSHOT else fired.step
-            self._loop.fired(fired.fault, node, message.worker, step)
         # The rest of what a coordinator that gathered its ledger asked for, and which is gone.
         elif isinstance(message, m.LedgerKept):
             pass
         # For people. A sign of life it need not be: the heartbeat comes more often.
         elif isinstance(message, m.NodeReadings):
             self.readings[node] = message.readings
-        # It decides nothing either: a spare node that does not know it is only slower to start.
-        elif isinstance(message, m.FromWorker) and isinstance(message.message, m.Imported):
-            self._learn(message.message)
         else:
             self._loop.handle(ev.NodeSays(node, message))
 

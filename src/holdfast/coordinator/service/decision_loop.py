@@ -437,11 +437,11 @@ class DecisionLoop:
         if any(isinstance(a, ev.End) for a in actions):
             records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self.injector.unfired()]
         batch = LedgerBatch([self._entry(r.event, now) for r in records])
-        for event in events:
-            message = _with_losses(event, state)
-            made_in = before or state.membership.generation
+        made_in = before or state.membership.generation
+        for event, report in ((e, r) for e in events if isinstance(e, ev.WorkersSay) for r in e.reports):
+            message = _with_losses(report, state)
             if message is not None and made_in is not None:
-                t_s = round(now - state.began_s - _age_s(event), 4)
+                t_s = round(now - state.began_s - report.age_s - event.waited_s, 4)
                 logged = workers.rows(state, message) if isinstance(message, m.Progress) else ()
                 batch.steps.append(
                     ReportedSteps(
@@ -601,32 +601,24 @@ class DecisionLoop:
 
 def _ending(event: ev.Event) -> bool:
     """From here on the job comes to its end, whatever the ledger does: it was asked to, or somebody has all steps."""
-    if isinstance(event, ev.StopRequested):
-        return True
-    if not isinstance(event, ev.NodeSays):
-        return False
-    message = event.message
-    if isinstance(message, m.Exited):
-        return message.code == 0
-    return isinstance(message, m.FromWorker) and isinstance(message.message, m.Done)
+    if isinstance(event, ev.WorkersSay):
+        return any(isinstance(report.message, m.Done) for report in event.reports)
+    if isinstance(event, ev.NodeSays):
+        return isinstance(event.message, m.Exited) and event.message.code == 0
+    return isinstance(event, ev.StopRequested)
 
 
-def _with_losses(event: ev.Event, state: CoreState) -> m.Progress | m.Parked | None:
-    """The message that tells losses or figures which count, if it is one."""
-    if not isinstance(event, ev.NodeSays) or not isinstance(event.message, m.FromWorker):
+def _with_losses(report: m.FromWorker, state: CoreState) -> m.Progress | m.Parked | None:
+    """What a worker reports, if it tells losses or figures which count."""
+    message = report.message
+    if not isinstance(message, m.Progress | m.Parked) or not _tells(message):
         return None
-    message = event.message.message
-    if not isinstance(message, m.Progress | m.Parked):
-        return None
-    message = workers.counted(state, event.message.worker, message)
-    tells = message.losses or (isinstance(message, m.Progress) and message.figures)
-    return message if tells else None
+    message = workers.counted(state, report.worker, message)
+    return message if _tells(message) else None
 
 
-def _age_s(event: ev.Event) -> float:
-    """How long the news waited in the agent while there was no coordinator."""
-    message = event.message if isinstance(event, ev.NodeSays) else None
-    return message.age_s if isinstance(message, m.FromWorker) else 0.0
+def _tells(message: m.Progress | m.Parked) -> bool:
+    return bool(message.losses or (isinstance(message, m.Progress) and message.figures))
 
 
 def routine(event: ev.Event) -> bool:
@@ -634,16 +626,17 @@ def routine(event: ev.Event) -> bool:
     # An acknowledgement that is forgotten is given again when the successor announces the order again. Time
     # in which nobody listened only moves deadlines, and a successor moves them by all that it did not see. If
     # it were written, a slow machine with a broken ledger would hear of no step any more.
-    if isinstance(event, ev.Tick | ev.Starved | ev.Overslept | OrderDone):
-        return True
-    if not isinstance(event, ev.NodeSays):
-        return False
-    message = event.message
-    if isinstance(message, m.Heartbeat | m.StoreProgress):
-        return True
-    # Of each worker its agent knows the newest of these, and its hello repeats them. Every worker of a large job sends some
-    # within the same second, when a generation breaks and the next one forms. Losses are not read out of a hello.
-    report = message.message if isinstance(message, m.FromWorker) else None
-    return isinstance(report, m.Progress | m.Restoring | m.Attached | m.Joined) or (
-        isinstance(report, m.Parked) and not report.losses
-    )
+    if isinstance(event, ev.WorkersSay):
+        # Of each worker its agent knows the newest of these, and its hello repeats them. Every worker of a large job sends
+        # some within the same second, when a generation breaks and the next one forms. Losses are not read out of a hello.
+        return all(
+            isinstance(message := report.message, _REPEATED)
+            or (isinstance(message, m.Parked) and not message.losses)
+            for report in event.reports
+        )
+    if isinstance(event, ev.NodeSays):
+        return isinstance(event.message, m.Heartbeat | m.StoreProgress)
+    return isinstance(event, ev.Tick | ev.Starved | ev.Overslept | OrderDone)
+
+
+_REPEATED = (m.Progress, m.Restoring, m.Attached, m.Joined)

@@ -43,12 +43,14 @@ class QueuedEvent:
     def aged(self, now_s: float) -> ev.Event:
         """The event with its wait in its age, where it has one."""
         event, waited_s = self.event, now_s - self.came_s
-        if waited_s < AGED_S or not isinstance(event, ev.NodeSays):
+        if waited_s < AGED_S:
+            return event
+        if isinstance(event, ev.WorkersSay):
+            return ev.WorkersSay(event.node, event.reports, waited_s)
+        if not isinstance(event, ev.NodeSays):
             return event
         message = event.message
-        if isinstance(message, m.FromWorker):
-            message = m.FromWorker(message.worker, message.message, message.age_s + waited_s)
-        elif isinstance(message, m.FindingsReported):
+        if isinstance(message, m.FindingsReported):
             older = [msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in message.findings]
             message = m.FindingsReported(tuple(older))
         return ev.NodeSays(event.node, message)
@@ -59,33 +61,42 @@ class Inbox:
 
     def __init__(self) -> None:
         self._waiting: list[QueuedEvent] = []
+        self._count = 0
         self._heard: set[str] = set()
-        self._progress: dict[str, QueuedEvent] = {}
+        self._progress: dict[str, tuple[QueuedEvent, int]] = {}
         self._news = asyncio.Event()
 
     def put(self, event: ev.Event, line: Any = None) -> QueuedEvent | None:
-        """Queues an event; None: it was merged with one that waits already."""
-        if isinstance(event, ev.NodeSays):
-            # While a write hangs for a minute, every node sends hundreds of these. One is as good a sign of
-            # life as all of them.
-            if isinstance(event.message, m.Heartbeat) and event.node in self._heard:
-                return None
+        """Queues an event; None: it was merged with those that wait already."""
+        if isinstance(event, ev.WorkersSay):
             self._heard.add(event.node)
-            if isinstance(event.message, m.FromWorker) and self._adds_up(event.node, event.message):
-                return None
-        elif isinstance(event, ev.NodeJoined | ev.NodeLost):
-            # A node that joins or is lost is a border: merging an event behind it with one before it would
-            # move that event to another session.
-            self._heard.clear()
-            self._progress.clear()
-        waiting = QueuedEvent(event, time.monotonic(), line)
+            if self._progress:
+                left = tuple(report for report in event.reports if not self._adds_up(report))
+                if not left:
+                    return None
+                event = ev.WorkersSay(event.node, left)
+            waiting = QueuedEvent(event, time.monotonic(), line)
+            for at, report in enumerate(event.reports):
+                if isinstance(report.message, m.Progress):
+                    self._progress[report.worker] = waiting, at
+                else:  # nothing is merged across it
+                    self._progress.pop(report.worker, None)
+            self._count += len(event.reports)
+        else:
+            if isinstance(event, ev.NodeSays):
+                # While a write hangs for a minute, every node sends hundreds of these. One is as good a sign of
+                # life as all of them.
+                if isinstance(event.message, m.Heartbeat) and event.node in self._heard:
+                    return None
+                self._heard.add(event.node)
+            elif isinstance(event, ev.NodeJoined | ev.NodeLost):
+                # A node that joins or is lost is a border: merging an event behind it with one before it would
+                # move that event to another session.
+                self._heard.clear()
+                self._progress.clear()
+            waiting = QueuedEvent(event, time.monotonic(), line)
+            self._count += 1
         self._waiting.append(waiting)
-        if (
-            isinstance(event, ev.NodeSays)
-            and isinstance(message := event.message, m.FromWorker)
-            and isinstance(message.message, m.Progress)
-        ):
-            self._progress[message.worker] = waiting
         self._news.set()
         return waiting
 
@@ -97,28 +108,30 @@ class Inbox:
         """All queued events, as soon as there is one."""
         await self._news.wait()
         self._news.clear()
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._count = self._waiting, [], 0
         self._heard.clear()
         self._progress.clear()
         return waiting
 
-    def _adds_up(self, node: str, message: m.FromWorker) -> bool:
-        """Whether it became part of the same worker's last word, both being of progress in one generation."""
-        # Removed first, so that whatever comes of it, a later message never merges with one that is no longer
+    def _adds_up(self, report: m.FromWorker) -> bool:
+        """Whether it became part of the same worker's last report, both being of progress in one generation."""
+        # Removed first, so that whatever comes of it, a later report never merges with one that is no longer
         # the worker's last.
-        before = self._progress.pop(message.worker, None)
-        if before is None or not isinstance(message.message, m.Progress):
+        found = self._progress.pop(report.worker, None)
+        newer = report.message
+        if found is None or not isinstance(newer, m.Progress):
             return False
-        assert isinstance(before.event, ev.NodeSays)
-        assert isinstance(before.event.message, m.FromWorker)
-        older, newer = before.event.message.message, message.message
+        waiting, at = found
+        assert isinstance(waiting.event, ev.WorkersSay)
+        reports = waiting.event.reports
+        older = reports[at].message
         assert isinstance(older, m.Progress)
         # Steps of two generations may overlap after a rewind. Added up, one of them would be lost.
         if older.generation != newer.generation:
             return False
         # Both bring losses: kept apart while there is room, since each carries the time of its steps.
         tell = (older.losses or older.figures) and (newer.losses or newer.figures)
-        if tell and len(self._waiting) < MANY:
+        if tell and self._count < MANY:
             return False
         both = msgspec.structs.replace(
             newer,
@@ -128,10 +141,10 @@ class Inbox:
             figures=older.figures + newer.figures,
             spent=older.spent + newer.spent,
         )
-        age_s = before.event.message.age_s
         # In the place of the older one, so that nothing between the two is overtaken by it.
-        before.event = ev.NodeSays(node, m.FromWorker(message.worker, both, age_s))
-        self._progress[message.worker] = before
+        merged = m.FromWorker(report.worker, both, reports[at].age_s)
+        waiting.event = ev.WorkersSay(waiting.event.node, (*reports[:at], merged, *reports[at + 1 :]))
+        self._progress[report.worker] = waiting, at
         return True
 
 

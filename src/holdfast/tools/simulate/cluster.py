@@ -250,7 +250,7 @@ class Cluster:
             actions = core.handle_all(events, self.now)
         nodes = core.state.membership.nodes
         for event in events:
-            name = event.node if isinstance(event, e.NodeSays) else event.hello.node if isinstance(event, e.NodeJoined) else ""  # fmt: skip
+            name = event.node if isinstance(event, e.NodeSays | e.WorkersSay) else event.hello.node if isinstance(event, e.NodeJoined) else ""  # fmt: skip
             if (node := nodes.get(name)) is not None and node.alive and self.machines[name].up:
                 # A node that lives never counts as silent: real heartbeats would be most of all events, and
                 # change nothing. `down` sets the time when it fails.
@@ -263,8 +263,8 @@ class Cluster:
     def sayer(self) -> SimulatedMachine | None:
         return next((x for x in self.members if x.up and x.worker and x.hung_s is None), None)
 
-    def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
-        return e.NodeSays(machine.name, m.FromWorker(machine.worker or "", message, age_s))
+    def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.WorkersSay:
+        return e.WorkersSay(machine.name, (m.FromWorker(machine.worker or "", message, age_s),))
 
     def wind(self) -> None:
         due = self.core.next_deadline()
@@ -373,7 +373,7 @@ class Cluster:
             case _:
                 pass  # copies of snapshots, and their removal: memory is not modelled byte by byte
 
-    def say(self, machine: SimulatedMachine, message: m.AgentMessage) -> None:
+    def say(self, machine: SimulatedMachine, message: m.NodeMessage) -> None:
         if machine.up:
             self.tell([e.NodeSays(machine.name, message)])
 

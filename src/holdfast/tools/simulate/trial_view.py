@@ -50,7 +50,7 @@ class TrialView(Protocol):
         """Reports the newest checkpoint and the newest snapshot before the coordinator needs them."""
         ...
 
-    def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.NodeSays:
+    def word(self, machine: SimulatedMachine, message: m.WorkerMessage, age_s: float = 0.0) -> e.WorkersSay:
         """A message of a worker, as its agent forwards it."""
         ...
 
