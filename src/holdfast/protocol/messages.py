@@ -80,11 +80,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Complete ones."""
-        # Derived and not stored, so that no two fields of a generation can contradict each other.
-        # Found by halves, because the core asks at every event: those of complete replicas come first.
+        # Derived and not a field, so that no two fields of a generation can contradict each other. Found by halves: those
+        # of complete replicas come first.
         return bisect_left(self.members, True, key=lambda m: m.replica < 0) // self.shard_count
 
     @property

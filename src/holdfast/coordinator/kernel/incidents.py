@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -418,8 +418,9 @@ def replaced(state: CoreState, now: float) -> None:
 
 def on_joined(state: CoreState, now: float, message: Joined) -> None:
     """A member is connected, and restored if it had to be."""
+    full = _full(state)
     for incident in open_ones(state):
-        if incident.first_commit_at_s is None or _full(state, incident):
+        if incident.first_commit_at_s is None or full(incident):
             incident.joined_at_s = now
             incident.join_s = most(incident.join_s, message.join_s)
             incident.restore_s = most(incident.restore_s, message.restore_s)
@@ -427,7 +428,7 @@ def on_joined(state: CoreState, now: float, message: Joined) -> None:
 
 def committed(state: CoreState, now: float) -> list[Record]:
     """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
-    records = []
+    records, full = [], _full(state)
     for incident in open_ones(state):
         # A commit of the generation that the fault struck may still arrive after the fault (its message was
         # on the way). It says nothing about recovery; only a commit of a later generation does.
@@ -438,7 +439,7 @@ def committed(state: CoreState, now: float) -> list[Record]:
             if state.membership.counts_steps or incident.rung == COORDINATOR:
                 incident.lost_steps = incident.lost_steps or 0
             records.append(Record(describe(state, incident, ledger.IncidentResumed)))
-        if _full(state, incident):
+        if full(incident):
             incident.full_at_s = now
             records.append(Record(describe(state, incident, ledger.IncidentClosed)))
     # After each commit, so the search for open incidents stays short however many faults a long job survives.
@@ -446,13 +447,13 @@ def committed(state: CoreState, now: float) -> list[Record]:
     return records
 
 
-def _full(state: CoreState, incident: Incident) -> bool:
-    """The job has the size again that it had when the fault struck, or that it is to have by now."""
-    # The smaller of both: a job that was resized downward meanwhile is at full strength with fewer workers
-    # than the fault had found.
-    return state.membership.generation is not None and state.membership.generation.strength >= min(
-        incident.world, state.target
-    )
+def _full(state: CoreState) -> Callable[[Incident], bool]:
+    """Whether the job has the size again that it had when the fault struck, or that it is to have by now."""
+    strength = -1 if state.membership.generation is None else state.membership.generation.strength
+    # Either suffices: a job that was resized downward meanwhile is at full strength with fewer workers than the fault had
+    # found. Asked once for all: with 64 nodes lost, each of thousands of answers concerns 64 incidents.
+    enough = strength >= state.target
+    return lambda incident: enough or strength >= incident.world
 
 
 F = TypeVar("F", bound=IncidentFacts)
@@ -523,7 +524,9 @@ def _gap(since: float | None, until: float | None, without_s: float = 0.0) -> fl
 
 def most(a: float | None, b: float | None) -> float | None:
     """The longer of two times, of which either may be unknown."""
-    return max((x for x in (a, b) if x is not None), default=None)
+    if a is None or b is None:
+        return b if a is None else a
+    return max(a, b)
 
 
 SIGNAL, EXIT = "signal", "exit code"
