@@ -13,7 +13,7 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.scale import agents, service
+from bench.scale import agents
 from bench.scale.agents import Seen, Shape
-from bench.scale.service import Cost
+from bench.scale.service import Cost, Service
 
 PROCESSES = 2
 """That simulate agents. They take as much of the processor as the coordinator, or more."""
@@ -54,10 +54,10 @@ class Run:
 
     def __init__(self, shape: Shape, spares: int) -> None:
         self.shape, self.spares = shape, spares
-        self.server, self._ask, port = service.start(shape, spares)
+        self.service = Service(shape, spares)
         self.begun = self.cost()
         """Before the first agent."""
-        url = f"http://127.0.0.1:{port}/agent"
+        url = f"http://127.0.0.1:{self.service.port}/agent"
         numbers = [list(range(k, shape.nodes, PROCESSES)) for k in range(PROCESSES)]
         self.clients = [agents.start(url, mine, shape) for mine in numbers if mine]
         for _, conn in self.clients:
@@ -65,8 +65,8 @@ class Run:
 
     def cost(self) -> Cost:
         """Of the coordinator until now."""
-        self._ask.send("cost")
-        found: Cost = self._ask.recv()
+        self.service.conn.send("cost")
+        found: Cost = self.service.conn.recv()
         return found
 
     def seen(self) -> Seen:
@@ -101,11 +101,19 @@ class Run:
             time.sleep(0.05)
         raise TimeoutError(f"{cost} and {seen} after {LIMIT_S:g} s")
 
+    def until_connected(self, nodes: int) -> None:
+        """Until the coordinator has heard hello of so many. Raises TimeoutError."""
+        limit_s = time.monotonic() + LIMIT_S
+        while (cost := self.cost()).connected < nodes:
+            if time.monotonic() > limit_s:
+                raise TimeoutError(f"{cost} after {LIMIT_S:g} s")
+            time.sleep(0.05)
+
     def close(self) -> None:
         """Ends all processes."""
-        for conn in (self._ask, *(conn for _, conn in self.clients)):
-            conn.send("end" if conn is self._ask else ("end",))
-        for process in (self.server, *(process for process, _ in self.clients)):
+        self.service.close()
+        for process, conn in self.clients:
+            conn.send(("end",))
             process.join(5.0)
             process.kill()
 
@@ -180,7 +188,29 @@ def measure(shape: Shape, spares: int, seconds: float, lost: int) -> tuple[list[
         run.until_formed(before[0].generation, before[0].members)
         after = run.cost(), run.seen()
         found.append(_between("a hang of all workers", before, after, steady, after[1].last_s))
-        assert after[1].closed == 0, f"the coordinator cut off {after[1].closed} agents"
+        run.tell("another")
+        seen = run.seen()
+        run.service.kill()
+        run.service.start()
+        # What it imports it imports at any size.
+        before = (
+            replace(
+                run.cost(),
+                cpu_s=run.service.begun_s,
+                core_s=0.0,
+                ledger_s=0.0,
+                disk_bytes=0,
+                at_s=time.monotonic(),
+            ),
+            seen,
+        )
+        run.until_connected(there)
+        back_s = time.monotonic()
+        after_it = run.cost(), run.seen()
+        found.append(_between("the coordinator killed", before, after_it, steady, back_s))
+        assert after_it[0].generation == after[0].generation, "a job whose coordinator was killed goes on"
+        closed = after_it[1].closed
+        assert closed == 0, f"the coordinator cut off {closed} agents"
         return found, after[0].rss_mb
     finally:
         run.close()

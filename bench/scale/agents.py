@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -91,12 +92,29 @@ class SimAgent:
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: list[bytes] = []
         self._sent_s = 0.0
+        self._returns = False
 
     async def join(self, session: aiohttp.ClientSession, url: str) -> None:
         """Connects and says hello; then it lives by itself."""
-        self._socket = await session.ws_connect(url, max_msg_size=256 << 20)
-        await self._send(hello(self._number, self._shape.per_node))
+        self._session, self._url = session, url
+        await self._connect()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+
+    async def _connect(self) -> None:
+        """Says hello with what its workers do, and the generation that it has."""
+        socket = await self._session.ws_connect(self._url, max_msg_size=256 << 20)
+        formed = self._formed
+        said = msgspec.structs.replace(
+            hello(self._number, self._shape.per_node),
+            workers=self._views(idle_s=0.0),
+            generation=None if formed is NOTHING else (formed.number, formed.digest),
+        )
+        self._socket, self._waiting = socket, [encode(said), *self._waiting]
+        await self._flush()
+
+    def expect_another(self) -> None:
+        """When its connection ends, it connects again, to the coordinator that follows."""
+        self._returns = True
 
     async def lose(self) -> None:
         """As a machine that is gone."""
@@ -140,7 +158,7 @@ class SimAgent:
             self._waiting.append(encode(m.Stalled(next(iter(self.workers)), self._views()[0])))
             await self._flush()
 
-    def _views(self) -> tuple[m.WorkerView, ...]:
+    def _views(self, idle_s: float = 60.0) -> tuple[m.WorkerView, ...]:
         return tuple(
             m.WorkerView(
                 worker=worker.name,
@@ -151,7 +169,7 @@ class SimAgent:
                     generation=worker.generation, committed=worker.committed, phase=Phase.REDUCE
                 ),
                 attached=True,
-                idle_s=60.0,
+                idle_s=idle_s,
             )
             for slot, worker in enumerate(self.workers.values())
         )
@@ -191,9 +209,8 @@ class SimAgent:
 
     async def _flush(self) -> None:
         """Sends what waits in one frame, as an agent does with what its workers say in the same moment."""
-        assert self._socket is not None
-        if not self._waiting:
-            return
+        if not self._waiting or self._socket is None or self._socket.closed:
+            return  # what waits goes out when it is connected again
         frame, self._waiting, self._sent_s = self._waiting, [], time.monotonic()
         try:
             await self._socket.send_bytes(encode_all(frame))
@@ -204,17 +221,25 @@ class SimAgent:
         self._waiting.append(encode(m.FromWorker(worker.name, message)))
 
     async def _read(self) -> None:
-        assert self._socket is not None
-        async for frame in self._socket:
-            if frame.type is not aiohttp.WSMsgType.BINARY:
-                break
-            self._seen.nbytes += len(frame.data)
-            self._seen.frames += 1
-            for order in self._codec.decode_all(frame.data):
-                self._take(order)
-            await self._flush()
-        if not self.lost:
-            self._seen.closed += 1
+        while True:
+            assert self._socket is not None
+            async for frame in self._socket:
+                if frame.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                self._seen.nbytes += len(frame.data)
+                self._seen.frames += 1
+                for order in self._codec.decode_all(frame.data):
+                    self._take(order)
+                await self._flush()
+            if self.lost:
+                return
+            if not self._returns:
+                self._seen.closed += 1
+                return
+            while self._socket.closed:
+                await asyncio.sleep(0.1 + self._number % 97 / 970)
+                with suppress(aiohttp.ClientError):
+                    await self._connect()
 
     def _take(self, order: m.ToAgent) -> None:
         match order:
@@ -313,6 +338,9 @@ async def _run(conn: Connection, url: str, numbers: list[int], shape: Shape) -> 
                     await asyncio.gather(*(agent.fail_all() for agent in agents))
                 case ("stall", name):
                     await asyncio.gather(*(agent.stall() for agent in agents if agent.name == name))
+                case ("another",):
+                    for agent in agents:
+                        agent.expect_another()
                 case ("watch",):
                     watching = asyncio.create_task(watch())
                 case ("inside",):

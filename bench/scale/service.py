@@ -51,6 +51,8 @@ class Cost:
     phase: str
     generation: int
     members: int
+    connected: int
+    """Nodes whose agents it has heard hello of."""
 
 
 class _Meter:
@@ -71,17 +73,14 @@ class _Meter:
         return timed
 
 
-async def _run(conn: Connection, shape: Shape, spares: int) -> None:
-    root = Path(tempfile.mkdtemp(prefix="holdfast-scale-"))
-    folder = root / "jobs" / "scale"
-    folder.mkdir(parents=True)
-    (folder / "token").write_text(TOKEN)
+async def _run(conn: Connection, folder: Path, port: int, shape: Shape, spares: int) -> None:
+    begun_s = time.process_time()
     meter = _Meter()
     Core.handle_all = meter.around(Core.handle_all)  # type: ignore[method-assign]
     spec = job(shape.nodes - spares, shape.per_node, spares)
     spec = msgspec.structs.replace(spec, timing=Timing(detection_s=shape.detection_s))
     coordinator = Coordinator(folder, spec, Resume(), copies=0)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    listener = socket.create_server(("127.0.0.1", port), backlog=4096)
     serving = asyncio.create_task(coordinator.serve(listener, "127.0.0.1"))
     lags: list[float] = []
 
@@ -92,7 +91,7 @@ async def _run(conn: Connection, shape: Shape, spares: int) -> None:
             lags.append(time.monotonic() - begun - LAG_EVERY_S)
 
     watching = asyncio.create_task(watch_lag())
-    conn.send(listener.getsockname()[1])
+    conn.send((listener.getsockname()[1], begun_s))
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, conn.recv) != "end":
         ordered = sorted(lags) or [0.0]
@@ -116,11 +115,11 @@ async def _run(conn: Connection, shape: Shape, spares: int) -> None:
                 phase=membership.phase.value,
                 generation=membership.number,
                 members=len(generation.members) if generation is not None else 0,
+                connected=sum(line.introduced for line in coordinator._lines.by_node.values()),
             )
         )
     watching.cancel()
     serving.cancel()
-    shutil.rmtree(root, ignore_errors=True)
     os._exit(0)
 
 
@@ -142,13 +141,38 @@ def _written() -> int:
     return 0
 
 
-def start(shape: Shape, spares: int) -> tuple[multiprocessing.Process, Connection, int]:
-    """A coordinator, the way to ask it, and its port."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=_main, args=(theirs, shape, spares), daemon=True)
-    process.start()
-    return process, ours, ours.recv()
+class Service:
+    """A coordinator that may be killed, and goes on with what it has written."""
+
+    def __init__(self, shape: Shape, spares: int) -> None:
+        self._root = Path(tempfile.mkdtemp(prefix="holdfast-scale-"))
+        self._folder = self._root / "jobs" / "scale"
+        self._folder.mkdir(parents=True)
+        (self._folder / "token").write_text(TOKEN)
+        self._shape, self._spares, self.port = shape, spares, 0
+        self.start()
+
+    def start(self) -> None:
+        """A process, at the port of the one before."""
+        self.conn, theirs = multiprocessing.Pipe()
+        given = (theirs, self._folder, self.port, self._shape, self._spares)
+        self.process = multiprocessing.Process(target=_main, args=given, daemon=True)
+        self.process.start()
+        self.port, self.begun_s = self.conn.recv()
+        """Of processor time, when its modules were imported."""
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        """Ends it."""
+        self.conn.send("end")
+        self.process.join(5.0)
+        self.kill()
+        shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _main(conn: Connection, shape: Shape, spares: int) -> None:
-    asyncio.run(_run(conn, shape, spares))
+def _main(conn: Connection, folder: Path, port: int, shape: Shape, spares: int) -> None:
+    asyncio.run(_run(conn, folder, port, shape, spares))
