@@ -7,7 +7,6 @@ kept, and reports of progress are added up per worker.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class QueuedEvent:
 
     event: ev.Event
     came_s: float
-    """When it came, on CLOCK_MONOTONIC."""
+    """When it came, on the inbox's clock."""
     line: Any = None
     """Of the agent that it came by; None: it came by none."""
     done: asyncio.Future[None] | None = None
@@ -57,7 +56,8 @@ class QueuedEvent:
 class Inbox:
     """Events that are queued and not taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._waiting: list[QueuedEvent] = []
         self._heard: set[str] = set()
         self._progress: dict[str, QueuedEvent] = {}
@@ -78,7 +78,7 @@ class Inbox:
             # move that event to another session.
             self._heard.clear()
             self._progress.clear()
-        waiting = QueuedEvent(event, time.monotonic(), line)
+        waiting = QueuedEvent(event, self._clock(), line)
         self._waiting.append(waiting)
         if (
             isinstance(event, ev.NodeSays)
