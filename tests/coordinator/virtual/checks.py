@@ -1,0 +1,142 @@
+"""The invariants that only a whole service can break, and those of `simcluster` for batches of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.machine import Core
+from holdfast.coordinator.service.server import Coordinator
+from holdfast.coordinator.service.store import SNAPSHOT, LedgerBatch, Store
+from holdfast.protocol import messages as m
+from simcluster.checks import Checks, Violation, _is_heartbeat, _is_progress
+
+if TYPE_CHECKING:
+    from virtual.cluster import VirtualCluster
+
+
+class VirtualChecks(Checks):
+    """What holds after each event of `simcluster` holds here after each batch."""
+
+    cluster: VirtualCluster
+
+    def fail(self, text: str, *args: Any) -> NoReturn:
+        try:
+            super().fail(text, *args)
+        except Violation as violation:
+            # It may be raised in a task of the service, where somebody would catch it.
+            self.cluster.violation = self.cluster.violation or violation
+            raise
+
+    def handled_all(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:
+        """After a batch."""
+        self._core = core
+        for event in events[:-1]:
+            self._heard_of(event, core)
+        self.handled(events[-1], actions, core)
+        self.cluster.invariants.decided(events, actions, core)
+
+    def _heard_of(self, event: e.Event, core: Core) -> None:
+        if not isinstance(event, e.Tick) and not _is_heartbeat(event):
+            self.cluster.log("core <- %s", event)
+        self._provided -= isinstance(event, e.NodeUnavailable)
+        if _is_progress(event):
+            self._heard_s = self.cluster.clock.now
+        self.saved._hear(event, core.state)
+
+
+class Invariants:
+    """Knows what was written, and who is well."""
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self.cluster = cluster
+        self._orders: dict[int, m.ToAgent] = {}
+        self._decided = b""
+        self._written = b""
+        self._seq = 0
+        self._committed = (0, 0)
+        self._suffered: dict[str, float] = {}
+        self._only_disk = True
+        self.lost: dict[str, int] = {}
+
+    # ------------------------------------------------------------ the ledger
+
+    def began(self, coordinator: Coordinator) -> None:
+        """A process has read the ledger, and is about to decide."""
+        require, state = self.cluster.checks.require, coordinator._core.state
+        require(coordinator._loop.seq >= self._seq, "entry %d was written and is lost", self._seq)
+        there = (state.membership.number, state.membership.committed)
+        require(there >= self._committed, "%s stood written, and %s is left", self._committed, there)
+        self._orders.clear()
+        store: Any = coordinator._ledger.store
+        self._watch(store)
+        opens = coordinator._ledger._open
+
+        def reopened() -> Store:
+            opened = opens()
+            self._watch(opened)
+            return opened
+
+        coordinator._ledger._open = reopened
+
+    def _watch(self, store: Any) -> None:
+        write = store.write
+
+        def wrote(batch: LedgerBatch) -> None:
+            write(batch)
+            self._written = batch.kept.get(SNAPSHOT, self._written)
+            self._seq = max([self._seq, *(entry.seq for entry in batch.entries)])
+
+        store.write = wrote
+
+    def decided(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:
+        """A batch was decided. None of its orders may leave before its page is written."""
+        self._orders = {id(a.message): a.message for a in actions if isinstance(a, e.Send)}
+        self._decided = msgspec.msgpack.encode(core.state)
+        for action in actions:
+            if isinstance(action, e.Record) and action.kind == "node-lost":
+                self._lost_node(str(action.fields["node"]), str(action.fields["cause_kind"]))
+
+    def sending(self, coordinator: Coordinator, node: str, message: m.ToAgent) -> None:
+        """An order goes into the queue of a connection."""
+        if id(message) in self._orders and not coordinator._loop.unwritten:
+            self.cluster.checks.require(
+                self._written == self._decided, "%s leaves for %s before its page is written", message, node
+            )
+
+    # ------------------------------------------------------------ who is well
+
+    def struck(self, kind: str) -> None:
+        """Something of the service's surroundings."""
+        self._only_disk = self._only_disk and kind.startswith("disk")
+
+    def suffers(self, machine: str) -> None:
+        """Something happens to a machine: its loss within a while is no fault of the service."""
+        self._suffered[machine] = self.cluster.clock.now
+
+    def _lost_node(self, name: str, cause: str) -> None:
+        self.lost[cause] = self.lost.get(cause, 0) + 1
+        agent, cluster = self.cluster.agents.get(name), self.cluster
+        if agent is None or not agent.alive or agent.silent or agent.leaving is not None:
+            return
+        if cause not in ("node-silent", "connection-closed"):
+            return
+        patience_s = 3 * cluster.plan.spec.timing.detection_s
+        well = cluster.clock.now - self._suffered.get(name, float("-inf")) > patience_s
+        cluster.checks.require(not well, "%s is well, and lost: %s", name, cause)
+
+    def final(self) -> None:
+        """The job has ended."""
+        plan, luck = self.cluster.plan, self.cluster.luck
+        state = self.cluster.checks.last_state()
+        disturbed = plan.faults or plan.triggers or plan.changes or plan.findings or plan.bug
+        if not disturbed and self._only_disk and not plan.torn_end and not luck.power_fails:
+            self.cluster.checks.require(
+                not state.membership.lost_steps and not state.membership.restarts_used,
+                "only the disk was broken: %d steps are lost, %d restarts used",
+                state.membership.lost_steps,
+                state.membership.restarts_used,
+            )

@@ -1,0 +1,274 @@
+"""The coordinator's process: the real service on a virtual loop, its launcher, and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.machine import Core
+from holdfast.coordinator.service.server import Coordinator
+from holdfast.protocol import messages as m
+from holdfast.protocol.engine_orders import EngineOrder
+from holdfast.protocol.job import Durable, Resume
+from holdfast.protocol.network.endpoint import Endpoint
+from virtual.disk import DiskThread
+from virtual.loop import Exited, State, VirtualLoop
+from virtual.network import Door, Socket
+
+if TYPE_CHECKING:
+    from virtual.cluster import VirtualCluster
+
+HEAD = "head"
+"""The machine of the coordinator."""
+
+
+class Process:
+    """One run of the coordinator."""
+
+    def __init__(self, service: VirtualService, number: int) -> None:
+        self.service, self.cluster, self.number = service, service.cluster, number
+        self.loop = VirtualLoop(self.cluster.clock, f"coordinator {number}", self.cluster.broke)
+        self.loop.handle_s = self.cluster.luck.coordinator_handle_s
+        self.cluster.loops.append(self.loop)
+        self.loop.at_end.append(self._on_end)
+        self.coordinator: Coordinator | None = None
+        self.where = Endpoint(host=HEAD, port=1, pid=number, instance=f"c{number}")
+        self._serving: list[asyncio.Task[None]] = []
+        self.loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._main = self.loop.create_task(self._serve())
+        self._main.add_done_callback(self._on_main_ended)
+
+    async def _serve(self) -> None:
+        cluster = self.cluster
+        self.coordinator = coordinator = Coordinator(
+            cluster.job_dir,
+            cluster.plan.spec,
+            Resume(self.service.checkpoints),
+            steady=self.loop.time,
+            thread=lambda name: DiskThread(cluster.disk, self.loop, name),  # type: ignore[arg-type, return-value]
+            exit_now=self._exit_now,
+        )
+        self._hook(coordinator)
+        self.service.began(coordinator)
+        coordinator.begin(self.where)
+        self.service.door.open(self.loop, self._accept)
+        for order in coordinator._loop.open_orders():
+            self.service.ordered(order)
+        await coordinator.run(self)  # type: ignore[arg-type]
+        await coordinator.take_leave()
+        self.close()
+        await coordinator.close()
+
+    def _exit_now(self, code: int) -> NoReturn:
+        self.service.exited(self, code)
+        self.loop.kill()
+        raise Exited
+
+    def _on_main_ended(self, main: asyncio.Task[None]) -> None:
+        if main.cancelled() or (error := main.exception()) is None:
+            self.service.exited(self, 0)
+            self.loop.kill()
+        elif not isinstance(error, Exited):
+            self.cluster.broke(f"the coordinator broke: {error!r}", error)
+
+    def _on_end(self) -> None:
+        if self.service.door.loop is self.loop:
+            self.close()
+        self.cluster.network.ended(self.loop)
+        if self.coordinator is not None and (store := self.coordinator._ledger._store) is not None:
+            store.close()
+
+    # ------------------------------------------------------------ its entrance
+
+    def close(self) -> None:
+        """Who connects from now on waits for the next process."""
+        self.service.door.close()
+
+    async def settled(self) -> None:
+        """Nobody is between the door and the service."""
+
+    def _accept(self, socket: Socket) -> None:
+        self._serving.append(self.loop.create_task(self._talk(socket)))
+
+    async def _talk(self, socket: Socket) -> None:
+        assert self.coordinator is not None
+        try:
+            await socket.send_bytes(self.where.instance.encode())
+            await self.coordinator._agents.talk(socket, socket)  # type: ignore[arg-type]
+        except ConnectionError:
+            pass
+        finally:
+            socket.shut()
+
+    # ------------------------------------------------------------ what is looked at
+
+    def _hook(self, coordinator: Coordinator) -> None:
+        """Looks on where the service calls the core, and where it carries out what was decided."""
+        core, loop, lines = coordinator._core, coordinator._loop, coordinator._lines
+        handle_all, do, send = core.handle_all, loop.do, lines.send
+        ailments = self.cluster.ailments
+
+        async def past(machine: str, devices: Sequence[str]) -> Any:
+            return ailments.past(machine)
+
+        coordinator._memory.past = past  # type: ignore[method-assign]
+        coordinator._memory.remember = lambda record: None  # type: ignore[method-assign]
+
+        def handled(events: Sequence[e.Event], now: float) -> list[e.Action]:
+            self.service.batch_begins()
+            actions = handle_all(events, now)
+            self.cluster.checks.handled_all(events, actions, core)
+            return actions
+
+        def done(action: e.Action) -> None:
+            do(action)
+            self.service.performed(action)
+
+        def sent(node: str, message: m.ToAgent) -> None:
+            self.cluster.invariants.sending(coordinator, node, message)
+            send(node, message)
+
+        core.handle_all = handled  # type: ignore[method-assign]
+        loop.do = done  # type: ignore[method-assign]
+        lines.send = sent  # type: ignore[method-assign]
+
+
+class VirtualService:
+    """What the rest of `simcluster` sees of the coordinator. A launcher starts it again when it dies."""
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self.cluster = cluster
+        self.door = Door(cluster.network, HEAD)
+        self.ended: str | None = None
+        self.over = False
+        """The process of a coordinator whose job has ended is gone, too."""
+        self.crashes = 0
+        self.starts = 0
+        self.checkpoints: tuple[Durable, ...] = ()
+        self._dies_at = 0
+        self._done: set[int] = set()
+        self.process: Process | None = None
+        self.processes: list[Process] = []
+
+    def start(self) -> None:
+        """One more process."""
+        self.starts += 1
+        self.process = Process(self, self.starts)
+        self.processes.append(self.process)
+
+    @property
+    def up(self) -> bool:
+        """The process lives, and has read its ledger."""
+        return self.core is not None
+
+    @property
+    def core(self) -> Core | None:
+        """That decides now."""
+        process = self.process
+        return None if process is None or process.coordinator is None else process.coordinator._core
+
+    def handle(self, event: e.Event) -> None:
+        """Something from outside, such as a person's request."""
+        process = self.process
+        if process is not None and process.coordinator is not None:
+            process.loop.call_soon(process.coordinator._loop.handle, event)
+
+    def began(self, coordinator: Coordinator) -> None:
+        """A process has read its ledger."""
+        self.cluster.log("coordinator %s begins", self.starts)
+        if self.starts > 1:
+            self.cluster.checks.restarted(coordinator._core)
+        self.cluster.invariants.began(coordinator)
+
+    # ------------------------------------------------------------ what was decided
+
+    def performed(self, action: e.Action) -> None:
+        """The service has carried it out."""
+        match action:
+            case e.Record():
+                self.cluster.checks.recorded(action)
+            case e.End(outcome):
+                self.ended = outcome
+                self.cluster.ended(outcome)
+            case e.Send() | e.Remember():
+                pass
+            case _:
+                self.ordered(action)
+
+    def ordered(self, order: EngineOrder) -> None:
+        """The engine hears of it, once more after a restart."""
+        if order.order_id not in self._done:
+            self._done.add(order.order_id)
+            self.cluster.clock.after(self.cluster.latency_s(), self._carry_out, order)
+        self.cluster.clock.after(2 * self.cluster.latency_s(), self.handle, e.OrderDone(order.order_id))
+
+    def _carry_out(self, order: EngineOrder) -> None:
+        match order:
+            case e.ProvideNode():
+                self.cluster.provide()
+            case e.ReleaseNode(node=node):
+                self.cluster.release(node)
+            case e.MarkNode() | e.RebootNode():
+                self.cluster.ailments.acted(order)
+
+    # ------------------------------------------------------------ death
+
+    def crash_soon(self) -> None:
+        """The process dies in one of its next batches: before it is written, meanwhile, or when some orders have left."""
+        if self.up and not self._dies_at:
+            self._dies_at = 1 + int(3 * self.cluster.draw("batches before a crash"))
+
+    def batch_begins(self) -> None:
+        """The core decides on one now."""
+        if not self._dies_at:
+            return
+        self._dies_at -= 1
+        if not self._dies_at:
+            delay_s = self.cluster.draw("into the batch") * 4 * self.cluster.disk.write_s
+            self.cluster.clock.after(delay_s, self.crash)
+
+    def calm(self) -> None:
+        """A crash that has not happened yet does not happen."""
+        self._dies_at = 0
+
+    def crash(self) -> None:
+        """SIGKILL. The launcher starts another one in a while."""
+        process = self.process
+        if process is None or self.over or not process.loop.alive:
+            return
+        self.cluster.log("the coordinator dies")
+        self.crashes += 1
+        self.process, self._dies_at = None, 0
+        process.loop.kill()
+        self._again()
+
+    def _again(self) -> None:
+        draw = self.cluster.draw
+        delay_s = (0.1, 0.5, 1.0, 3.0, 8.0)[int(5 * draw("a restart"))] * (0.5 + draw("its delay"))
+        self.cluster.clock.after(delay_s, self.start)
+
+    def exited(self, process: Process, code: int) -> None:
+        """It ended itself."""
+        self.cluster.log("coordinator %s ends with %d", process.number, code)
+        self.process = None
+        if code == 0:
+            self.over = True
+        else:
+            self.crashes += 1
+            self._again()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        if self.process is not None:
+            self.process.loop.stop_process()
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        if self.process is not None and self.process.loop.state is State.STOPPED:
+            self.process.loop.continue_process()

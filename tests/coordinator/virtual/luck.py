@@ -1,0 +1,76 @@
+"""What may go wrong around the service, drawn by a seed: each class is there in half of the schedules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from virtual.loop import HANDLE_S
+
+CLASSES = (
+    "cluster",
+    "changes",
+    "findings",
+    "disk-error",
+    "disk-hang",
+    "one-way",
+    "half-dead",
+    "stop-coordinator",
+    "stop-agent",
+    "slow-coordinator",
+    "kill-coordinator",
+    "limits",
+    "power",
+)
+"""`cluster`, `changes` and `findings`: those of the plan of `simcluster`. The others are of this module."""
+
+STRIKES = (
+    "disk-error",
+    "disk-hang",
+    "one-way",
+    "half-dead",
+    "stop-coordinator",
+    "stop-agent",
+    "slow-coordinator",
+    "kill-coordinator",
+)
+"""Those that come at a time."""
+
+
+@dataclass
+class Luck:
+    """One schedule's."""
+
+    seed: int
+    there: frozenset[str]
+    strikes: list[tuple[float, str]] = field(default_factory=list)
+    handle_s: float = HANDLE_S
+    """What a handle costs an agent."""
+    coordinator_handle_s: float = HANDLE_S
+    write_s: float = 0.002
+    window: int = 0
+    """Bytes under way on a connection; 0: as always."""
+    kept_messages: int = 0
+    """That an agent keeps without a coordinator; 0: as always."""
+    power_fails: bool = False
+    """A machine that is gone may say nothing."""
+
+
+def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) -> Luck:
+    """The luck of a seed, within the first `window_s` seconds. without: classes that are left out, for a smaller story."""
+    classes = random.Random(f"{seed} classes")
+    there = frozenset(name for name in CLASSES if classes.random() < 0.5) - without
+    luck = Luck(seed, there)
+    own = random.Random(f"{seed} ways of the disk")
+    luck.write_s = own.choice((0.0005, 0.002, 0.002, 0.05))
+    if "limits" in there:
+        own = random.Random(f"{seed} limits")
+        luck.window, luck.kept_messages = own.choice((512, 2048, 8192)), own.choice((0, 16, 64))
+    luck.power_fails = "power" in there
+    for kind in STRIKES:
+        if kind in there:
+            # Each class draws for itself: without one of them the others strike as before.
+            own = random.Random(f"{seed} {kind}")
+            for _ in range(own.choice((1, 1, 2, 3))):
+                luck.strikes.append((own.uniform(0.5, window_s), kind))
+    return luck
