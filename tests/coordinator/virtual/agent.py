@@ -32,7 +32,7 @@ class VirtualAgent(SimAgent):
     def _connect(self) -> None:
         cluster = self.cluster
         self.generation = NOTHING
-        self.powerless = False
+        self.connections_lost = 0
         self.loop = VirtualLoop(cluster.clock, self.name, cluster.broke)
         self.loop.handle_s = cluster.luck.handle_s
         self.loop.at_end.append(lambda: cluster.network.ended(self.loop))
@@ -69,6 +69,7 @@ class VirtualAgent(SimAgent):
         self._leave()
 
     def _on_connection_lost(self) -> None:
+        self.connections_lost += 1
         if self.leaving is not None and not self.link.left_to_another:
             self._leave()
 

@@ -34,17 +34,21 @@ class VirtualChecks(Checks):
     def handled_all(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:
         """After a batch."""
         self._core = core
+        told_s = self._heard_s
+        for event in events:
+            if _is_progress(event):
+                told_s = max(told_s, self.cluster.clock.now - event.message.age_s)
         for event in events[:-1]:
             self._heard_of(event, core)
         self.handled(events[-1], actions, core)
+        # What waited in an agent, or for the disk, has the time at which it was said.
+        self._heard_s = told_s
         self.cluster.invariants.decided(events, actions, core)
 
     def _heard_of(self, event: e.Event, core: Core) -> None:
         if not isinstance(event, e.Tick) and not _is_heartbeat(event):
             self.cluster.log("core <- %s", event)
         self._provided -= isinstance(event, e.NodeUnavailable)
-        if _is_progress(event):
-            self._heard_s = self.cluster.clock.now
         self.saved._hear(event, core.state)
 
 
@@ -98,7 +102,7 @@ class Invariants:
         self._decided = msgspec.msgpack.encode(core.state)
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "node-lost":
-                self._lost_node(str(action.fields["node"]), str(action.fields["cause_kind"]))
+                self._lost_node(str(action.fields["node"]), str(action.fields["cause"]))
 
     def sending(self, coordinator: Coordinator, node: str, message: m.ToAgent) -> None:
         """An order goes into the queue of a connection."""
@@ -122,7 +126,7 @@ class Invariants:
         agent, cluster = self.cluster.agents.get(name), self.cluster
         if agent is None or not agent.alive or agent.silent or agent.leaving is not None:
             return
-        if cause not in ("node-silent", "connection-closed"):
+        if not cause.startswith("silent for") and "connection closed" not in cause:
             return
         patience_s = 3 * cluster.plan.spec.timing.detection_s
         well = cluster.clock.now - self._suffered.get(name, float("-inf")) > patience_s
@@ -140,3 +144,6 @@ class Invariants:
                 state.membership.lost_steps,
                 state.membership.restarts_used,
             )
+            for agent in self.cluster.agents.values():
+                kept = not agent.alive or not agent.connections_lost or state.membership.outcome is not None
+                self.cluster.checks.require(kept, "only the disk was broken: %s was cut off", agent.name)

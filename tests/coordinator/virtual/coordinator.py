@@ -35,6 +35,7 @@ class Process:
         self.loop.handle_s = self.cluster.luck.coordinator_handle_s
         self.cluster.loops.append(self.loop)
         self.loop.at_end.append(self._on_end)
+        self.loop.answers = self._listens
         self.coordinator: Coordinator | None = None
         self.where = Endpoint(host=HEAD, port=1, pid=number, instance=f"c{number}")
         self._serving: list[asyncio.Task[None]] = []
@@ -83,6 +84,13 @@ class Process:
         self.cluster.network.ended(self.loop)
         if self.coordinator is not None and (store := self.coordinator._ledger._store) is not None:
             store.close()
+
+    def _listens(self, machine: str) -> bool | None:
+        """For those that fetch snapshots."""
+        network = self.cluster.network
+        if not network.passes(HEAD, machine) or not network.passes(machine, HEAD):
+            return None
+        return self.cluster.agents[machine].loop.alive
 
     # ------------------------------------------------------------ its entrance
 

@@ -42,6 +42,20 @@ class _Selector:
         """Nothing is open."""
 
 
+class _Transport(asyncio.Transport):
+    """Nothing is said on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """asyncio's own loop, whose turns are events of a simulated clock: it orders messages, timers and tasks as it does on a
     real one. Time stands still within a turn; each handle that ran delays the next turn by its cost."""
@@ -55,6 +69,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.at_end: list[Callable[[], None]] = []
         """What its kernel does when the process is gone."""
         self.on_continue: list[Callable[[], None]] = []
+        self.answers: Callable[[str], bool | None] = lambda host: False
+        """Whether somebody listens on a machine; None: it does not even refuse."""
         self._selector = _Selector()
         self._clock_resolution = 1e-9
         self._turn: Timer | None = None
@@ -96,6 +112,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         timer = super().call_at(when, callback, *args, context=context)
         self._plan()
         return timer
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        """To a server that waits for a request and gets none."""
+        answers = self.answers(host)
+        if answers is None:
+            await asyncio.Event().wait()
+        if not answers:
+            raise ConnectionRefusedError(f"nobody listens at {host}")
+        protocol, transport = protocol_factory(), _Transport()
+        protocol.connection_made(transport)
+        return transport, protocol
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         """On the loop, a turn later. What may hang or fail has a `SideThread`."""

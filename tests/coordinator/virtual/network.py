@@ -319,7 +319,7 @@ class Socket:
 
     async def close(self, *, code: int = WSCloseCode.OK) -> None:
         """The closing handshake, as far as the other side takes part within its time."""
-        if self._closed:
+        if self._closed or self.loop is None or not self.loop.alive:
             return
         self._closed = True
         if not self.gone:
@@ -330,8 +330,7 @@ class Socket:
         try:
             async with asyncio.timeout(self._close_s):
                 while self.close_code is None and not self.gone:
-                    self._reader = self.loop.create_future() if self.loop else None
-                    assert self._reader is not None
+                    self._reader = self.loop.create_future()
                     await self._reader
                     while self._inbox:
                         frame = self._inbox.popleft()

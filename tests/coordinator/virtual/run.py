@@ -59,6 +59,7 @@ def plan_of(seed: int) -> Plan:
 
 def tame(plan: Plan, luck: Luck) -> None:
     """Takes out of a plan what is not in its luck."""
+    plan.disturbed = bool(luck.strikes) or luck.power_fails
     if "cluster" not in luck.there:
         plan.faults, plan.triggers, plan.torn_end = [], [], False
         plan.bug, plan.stop_after_s, plan.engine_refuses, plan.release_fails = None, None, 0.0, 0.0
