@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerBatch, Store
 from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import Copy, Key
 from simcluster.checks import Checks, Violation, _is_heartbeat, _is_progress
 
 if TYPE_CHECKING:
@@ -22,6 +24,19 @@ class VirtualChecks(Checks):
     """What holds after each event of `simcluster` holds here after each batch."""
 
     cluster: VirtualCluster
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        super().__init__(cluster)
+        self._batch: Sequence[e.Event] = ()
+        self._just_held: set[tuple[str, Key]] = set()
+        self._just_joined: set[str] = set()
+        asked = self.saved._check_asked
+
+        def check(node: str, copy: Copy) -> None:
+            if (node, copy.key) not in self._just_held and node not in self._just_joined:
+                asked(node, copy)
+
+        self.saved._check_asked = check  # type: ignore[method-assign]
 
     def fail(self, text: str, *args: Any) -> NoReturn:
         try:
@@ -38,12 +53,30 @@ class VirtualChecks(Checks):
         for event in events:
             if _is_progress(event):
                 told_s = max(told_s, self.cluster.clock.now - event.message.age_s)
+        # What an event has the core order may be out of date by a later event of its batch.
+        self._batch = events
+        self._just_joined = {event.hello.node for event in events if isinstance(event, e.NodeJoined)}
+        self._just_held = {
+            (event.node, event.message.copy.key)
+            for event in events
+            if isinstance(event, e.NodeSays) and isinstance(event.message, m.SnapshotStored)
+        }
         for event in events[:-1]:
             self._heard_of(event, core)
         self.handled(events[-1], actions, core)
         # What waited in an agent, or for the disk, has the time at which it was said.
         self._heard_s = told_s
         self.cluster.invariants.decided(events, actions, core)
+
+    def _check_action(self, action: e.Action, state: CoreState) -> None:
+        match action:
+            case e.Send(_, m.Relay(name, m.JoinGeneration())) if len(self._batch) > 1:
+                known = state.membership.workers.get(name)
+                if known is None or known.phase is WorkerPhase.GONE:
+                    return
+            case _:
+                pass
+        super()._check_action(action, state)
 
     def _heard_of(self, event: e.Event, core: Core) -> None:
         if not isinstance(event, e.Tick) and not _is_heartbeat(event):

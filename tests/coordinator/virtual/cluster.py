@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.protocol.job import Durable
-from simcluster.checks import Violation
+from simcluster.checks import Violation, brief
 from simcluster.cluster import Cluster
 from simcluster.plan import Plan
 from virtual.agent import VirtualAgent
@@ -65,10 +65,9 @@ class VirtualCluster(Cluster):
 
     def log(self, text: str, *args: Any) -> None:
         super().log(text, *args)
-        line = f"{self.clock.now:.6f} {text} {args!r}"
-        self._digest.update(line.encode())
+        self._digest.update(f"{self.clock.now:.6f} {text} {args!r}".encode())
         if self._tells:
-            self.story.append(line)
+            self.story.append(f"{self.clock.now - self.began_s:9.4f}  {text % tuple(map(brief, args))}")
 
     @property
     def trace_digest(self) -> str:
@@ -94,6 +93,7 @@ class VirtualCluster(Cluster):
         if self._calm or self.service.ended is not None:
             return
         self.log("luck: %s", kind)
+        self.faults.last_s = self.clock.now
         self.invariants.struck(kind)
         draw, now = self.draw, self.clock.now
         match kind:
