@@ -10,6 +10,7 @@ import msgspec
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
 from holdfast.coordinator.machine import Core
+from holdfast.coordinator.service.queues import AgentQueue
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerBatch, Store
 from holdfast.protocol import messages as m
@@ -96,6 +97,7 @@ class Invariants:
         self._seq = 0
         self._committed = (0, 0)
         self._suffered: dict[str, float] = {}
+        self._cut_off: dict[str, float] = {}
         self._only_disk = True
         self.lost: dict[str, int] = {}
 
@@ -154,6 +156,16 @@ class Invariants:
         """Something happens to a machine: its loss within a while is no fault of the service."""
         self._suffered[machine] = self.cluster.clock.now
 
+    def heard(self, event: e.Event) -> None:
+        """An event is queued for the core, which may hear of it only when the disk has answered."""
+        if isinstance(event, e.NodeLost):
+            self._cut_off[event.node] = self.cluster.clock.now
+
+    def speaks(self, coordinator: Coordinator, line: AgentQueue) -> None:
+        """A message of a connection is taken in."""
+        ours = coordinator._lines.by_node.get(line.node) is line
+        self.cluster.checks.require(ours, "a connection of %s speaks that was replaced", line.node)
+
     def _lost_node(self, name: str, cause: str) -> None:
         self.lost[cause] = self.lost.get(cause, 0) + 1
         agent, cluster = self.cluster.agents.get(name), self.cluster
@@ -162,7 +174,8 @@ class Invariants:
         if not cause.startswith("silent for") and "connection closed" not in cause:
             return
         patience_s = 3 * cluster.plan.spec.timing.detection_s
-        well = cluster.clock.now - self._suffered.get(name, float("-inf")) > patience_s
+        since_s = self._cut_off.get(name, cluster.clock.now) if "closed" in cause else cluster.clock.now
+        well = since_s - self._suffered.get(name, float("-inf")) > patience_s
         cluster.checks.require(not well, "%s is well, and lost: %s", name, cause)
 
     def final(self) -> None:

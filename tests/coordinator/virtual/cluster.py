@@ -125,6 +125,8 @@ class VirtualCluster(Cluster):
                     loop = self.service.process.loop
                     loop.handle_s = (1e-3, 1e-2, 0.1)[int(3 * draw("slowness"))]
                     self.clock.after(0.5 + 8 * draw("slow for"), self._speed_up, loop)
+            case "hand-over":
+                self.service.terminate()
             case "kill-coordinator":
                 self.service.crash_soon()
 

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.machine import Core
+from holdfast.coordinator.service.queues import AgentQueue
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import EngineOrder
@@ -119,7 +120,9 @@ class Process:
     def _hook(self, coordinator: Coordinator) -> None:
         """Looks on where the service calls the core, and where it carries out what was decided."""
         core, loop, lines = coordinator._core, coordinator._loop, coordinator._lines
-        handle_all, do, send = core.handle_all, loop.do, lines.send
+        handle_all, do, send, take_in = core.handle_all, loop.do, lines.send, loop._take_in
+        agents, invariants = coordinator._agents, self.cluster.invariants
+        on_message = agents._on_message
         ailments = self.cluster.ailments
 
         async def past(machine: str, devices: Sequence[str]) -> Any:
@@ -139,12 +142,22 @@ class Process:
             self.service.performed(action)
 
         def sent(node: str, message: m.ToAgent) -> None:
-            self.cluster.invariants.sending(coordinator, node, message)
+            invariants.sending(coordinator, node, message)
             send(node, message)
+
+        def taken_in(event: e.Event, line: AgentQueue | None = None) -> Any:
+            invariants.heard(event)
+            return take_in(event, line)
+
+        async def heard(line: AgentQueue, message: m.AgentMessage) -> None:
+            invariants.speaks(coordinator, line)
+            await on_message(line, message)
 
         core.handle_all = handled  # type: ignore[method-assign]
         loop.do = done  # type: ignore[method-assign]
         lines.send = sent  # type: ignore[method-assign]
+        loop._take_in = taken_in  # type: ignore[method-assign]
+        agents._on_message = heard  # type: ignore[method-assign]
 
 
 class VirtualService:
@@ -270,6 +283,12 @@ class VirtualService:
         else:
             self.crashes += 1
             self._again()
+
+    def terminate(self) -> None:
+        """SIGTERM: it hands over to the next process."""
+        process = self.process
+        if process is not None and process.coordinator is not None:
+            process.loop.call_soon(process.coordinator._on_sigterm)
 
     def stop(self) -> None:
         """SIGSTOP."""

@@ -19,6 +19,7 @@ CLASSES = (
     "stop-agent",
     "slow-coordinator",
     "kill-coordinator",
+    "hand-over",
     "limits",
     "power",
 )
@@ -33,6 +34,7 @@ STRIKES = (
     "stop-agent",
     "slow-coordinator",
     "kill-coordinator",
+    "hand-over",
 )
 """Those that come at a time."""
 
