@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.queues import AgentQueue
 from holdfast.coordinator.service.server import Coordinator
@@ -29,6 +29,7 @@ class VirtualChecks(Checks):
     def __init__(self, cluster: VirtualCluster) -> None:
         super().__init__(cluster)
         self._batch: Sequence[e.Event] = ()
+        self._runs = False
         self._just_held: set[tuple[str, Key]] = set()
         self._just_joined: set[str] = set()
         asked = self.saved._check_asked
@@ -52,7 +53,8 @@ class VirtualChecks(Checks):
         self._core = core
         told_s = self._heard_s
         for event in events:
-            if _is_progress(event):
+            # Steps that were made while the order to break waited for the disk are of the stall.
+            if _is_progress(event) and self._runs:
                 told_s = max(told_s, self.cluster.clock.now - event.message.age_s)
         # What an event has the core order may be out of date by a later event of its batch.
         self._batch = events
@@ -62,9 +64,13 @@ class VirtualChecks(Checks):
             for event in events
             if isinstance(event, e.NodeSays) and isinstance(event.message, m.SnapshotStored)
         }
-        for event in events[:-1]:
-            self._heard_of(event, core)
-        self.handled(events[-1], actions, core)
+        cleared = [event for event in events if isinstance(event, e.MachineCleared)]
+        last = (cleared or events)[-1]
+        for event in events:
+            if event is not last:
+                self._heard_of(event, core)
+        self.handled(last, actions, core)
+        self._runs = core.state.membership.phase is JobPhase.RUNNING
         # What waited in an agent, or for the disk, has the time at which it was said.
         self._heard_s = told_s
         self.cluster.invariants.decided(events, actions, core)
@@ -94,6 +100,7 @@ class Invariants:
         self._orders: dict[int, m.ToAgent] = {}
         self._decided = b""
         self._written = b""
+        self._stands: dict[bytes, tuple[int, int]] = {}
         self._seq = 0
         self._committed = (0, 0)
         self._suffered: dict[str, float] = {}
@@ -110,6 +117,7 @@ class Invariants:
         there = (state.membership.number, state.membership.committed)
         require(there >= self._committed, "%s stood written, and %s is left", self._committed, there)
         self._orders.clear()
+        self._stands.clear()
         store: Any = coordinator._ledger.store
         self._watch(store)
         opens = coordinator._ledger._open
@@ -127,6 +135,7 @@ class Invariants:
         def wrote(batch: LedgerBatch) -> None:
             write(batch)
             self._written = batch.kept.get(SNAPSHOT, self._written)
+            self._committed = self._stands.pop(self._written, self._committed)
             self._seq = max([self._seq, *(entry.seq for entry in batch.entries)])
 
         store.write = wrote
@@ -135,6 +144,7 @@ class Invariants:
         """A batch was decided. None of its orders may leave before its page is written."""
         self._orders = {id(a.message): a.message for a in actions if isinstance(a, e.Send)}
         self._decided = msgspec.msgpack.encode(core.state)
+        self._stands[self._decided] = (core.state.membership.number, core.state.membership.committed)
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "node-lost":
                 self._lost_node(str(action.fields["node"]), str(action.fields["cause"]))

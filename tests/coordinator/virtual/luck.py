@@ -60,8 +60,7 @@ class Luck:
 
 def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) -> Luck:
     """The luck of a seed, within the first `window_s` seconds. without: classes that are left out, for a smaller story."""
-    classes = random.Random(f"{seed} classes")
-    there = frozenset(name for name in CLASSES if classes.random() < 0.5) - without
+    there = frozenset(name for name in CLASSES if random.Random(f"{seed} has {name}").random() < 0.5) - without
     luck = Luck(seed, there)
     own = random.Random(f"{seed} ways of the disk")
     luck.write_s = own.choice((0.0005, 0.002, 0.002, 0.05))
