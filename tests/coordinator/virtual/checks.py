@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from holdfast.agent.coordinator_link import ANSWER_S
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
 from holdfast.coordinator.machine import Core
@@ -104,6 +105,7 @@ class Invariants:
         self._seq = 0
         self._committed = (0, 0)
         self._suffered: dict[str, float] = {}
+        self._ailed: dict[str, float] = {}
         self._cut_off: dict[str, float] = {}
         self._only_disk = True
         self.lost: dict[str, int] = {}
@@ -148,6 +150,9 @@ class Invariants:
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "node-lost":
                 self._lost_node(str(action.fields["node"]), str(action.fields["cause"]))
+            if isinstance(action, e.Record) and action.kind == "stall-judged":
+                for name in action.fields["workers"]:
+                    self._named(name)
 
     def sending(self, coordinator: Coordinator, node: str, message: m.ToAgent) -> None:
         """An order goes into the queue of a connection."""
@@ -162,9 +167,11 @@ class Invariants:
         """Something of the service's surroundings."""
         self._only_disk = self._only_disk and kind.startswith("disk")
 
-    def suffers(self, machine: str) -> None:
-        """Something happens to a machine: its loss within a while is no fault of the service."""
+    def suffers(self, machine: str, ails: bool = False) -> None:
+        """Something happens to a machine: its loss within a while is no fault of the service. ails: nor is that of a worker."""
         self._suffered[machine] = self.cluster.clock.now
+        if ails:
+            self._ailed[machine] = self.cluster.clock.now
 
     def heard(self, event: e.Event) -> None:
         """An event is queued for the core, which may hear of it only when the disk has answered."""
@@ -183,10 +190,21 @@ class Invariants:
             return
         if not cause.startswith("silent for") and "connection closed" not in cause:
             return
-        patience_s = 3 * cluster.plan.spec.timing.detection_s
+        # A connection that breaks before it is answered is given up after `ANSWER_S`.
+        patience_s = ANSWER_S + 3 * cluster.plan.spec.timing.detection_s
         since_s = self._cut_off.get(name, cluster.clock.now) if "closed" in cause else cluster.clock.now
         well = since_s - self._suffered.get(name, float("-inf")) > patience_s
         cluster.checks.require(not well, "%s is well, and lost: %s", name, cause)
+
+    def _named(self, name: str) -> None:
+        """A worker is to have kept the others waiting."""
+        cluster, worker = self.cluster, self.cluster.workers.get(name)
+        if cluster.plan.faults or cluster.plan.triggers or worker is None or not worker.running:
+            return
+        patience_s = 3 * cluster.plan.spec.timing.detection_s
+        machine = worker.agent.name
+        well = cluster.clock.now - self._ailed.get(machine, float("-inf")) > patience_s
+        cluster.checks.require(not well or worker.agent.silent, "%s is well, and named for a stall", name)
 
     def final(self) -> None:
         """The job has ended."""

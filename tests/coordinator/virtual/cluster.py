@@ -11,6 +11,7 @@ from holdfast.protocol.job import Durable
 from simcluster.checks import Violation, brief
 from simcluster.cluster import Cluster
 from simcluster.plan import Plan
+from simcluster.worker import SimWorker
 from virtual.agent import VirtualAgent
 from virtual.checks import Invariants, VirtualChecks
 from virtual.coordinator import HEAD, VirtualService
@@ -88,8 +89,28 @@ class VirtualCluster(Cluster):
 
     # ------------------------------------------------------------ what strikes
 
-    def strike(self, kind: str) -> None:
-        """One fault of the service's surroundings."""
+    def moment(self, name: str, worker: SimWorker | None = None) -> None:
+        super().moment(name, worker)
+        self.strike_at(name, worker.agent.name if worker is not None else "")
+
+    def joining(self, identity: str) -> list[str]:
+        """Machines with this identity."""
+        return [a.name for a in self.agents.values() if identity and a.identity == identity]
+
+    def strike_at(self, name: str, near: str) -> None:
+        """Counts a moment down for what waits for it."""
+        for index, (moment, count, kind) in enumerate(self.luck.moments):
+            if moment != name:
+                continue
+            if count > 1:
+                self.luck.moments[index] = (moment, count - 1, kind)
+            else:
+                del self.luck.moments[index]
+                self.clock.after(0.01 * self.draw("after a moment"), self.strike, kind, near)
+            return
+
+    def strike(self, kind: str, near: str = "") -> None:
+        """One fault of the service's surroundings. near: the machine where it is expected."""
         if self._calm or self.service.ended is not None:
             return
         self.log("luck: %s", kind)
@@ -102,13 +123,13 @@ class VirtualCluster(Cluster):
             case "disk-hang":
                 self.disk.hangs_until_s = now + (1.0, 5.0, 20.0, 60.0)[int(4 * draw("a disk hangs"))]
             case "one-way":
-                if (agent := self._some_agent("one way")) is not None:
+                if (agent := self._some_agent("one way", near)) is not None:
                     way = (agent.name, HEAD) if draw("which way") < 0.5 else (HEAD, agent.name)
                     self.network.block(*way)
-                    self.invariants.suffers(agent.name)
+                    self.invariants.suffers(agent.name, ails=True)
                     self.clock.after(0.2 + 6 * draw("a way heals"), self._heal_way, agent, way)
             case "half-dead":
-                if (socket := self._some_socket()) is not None:
+                if (socket := self._some_socket(near)) is not None:
                     self.invariants.suffers(socket.machine)
                     self.invariants.suffers(socket.peer.machine)
                     socket.breaks()
@@ -116,9 +137,9 @@ class VirtualCluster(Cluster):
                 self.service.stop()
                 self.clock.after(0.2 + 10 * draw("stopped for"), self.service.go_on)
             case "stop-agent":
-                if (agent := self._some_agent("stopped")) is not None:
+                if (agent := self._some_agent("stopped", near)) is not None:
                     agent.loop.stop_process()
-                    self.invariants.suffers(agent.name)
+                    self.invariants.suffers(agent.name, ails=True)
                     self.clock.after(0.1 + 4 * draw("an agent stopped for"), self._go_on, agent)
             case "slow-coordinator":
                 if self.service.process is not None:
@@ -130,22 +151,24 @@ class VirtualCluster(Cluster):
             case "kill-coordinator":
                 self.service.crash_soon()
 
-    def _some_agent(self, label: str) -> VirtualAgent | None:
+    def _some_agent(self, label: str, near: str) -> VirtualAgent | None:
         living = [a for a in self.agents.values() if a.alive and a.loop.state is State.RUNS]
+        living = [a for a in living if a.name == near] or living
         return living[int(len(living) * self.draw(label))] if living else None
 
-    def _some_socket(self) -> Socket | None:
+    def _some_socket(self, near: str) -> Socket | None:
         there = [s for s in self.network.sockets if not s.gone and not s.peer.gone]
+        there = [s for s in there if near in (s.machine, s.peer.machine)] or there
         return there[int(len(there) * self.draw("half dead"))] if there else None
 
     def _heal_way(self, agent: VirtualAgent, way: tuple[str, str]) -> None:
         if not agent.silent:
             self.network.unblock(*way)
-        self.invariants.suffers(agent.name)
+        self.invariants.suffers(agent.name, ails=True)
 
     def _go_on(self, agent: VirtualAgent) -> None:
         agent.loop.continue_process()
-        self.invariants.suffers(agent.name)
+        self.invariants.suffers(agent.name, ails=True)
 
     def _speed_up(self, loop: VirtualLoop) -> None:
         loop.handle_s = HANDLE_S

@@ -126,6 +126,8 @@ class Process:
         ailments = self.cluster.ailments
 
         async def past(machine: str, devices: Sequence[str]) -> Any:
+            self.cluster.strike_at("joining", next(iter(self.cluster.joining(machine)), ""))
+            await asyncio.sleep(self.cluster.luck.history_s * self.cluster.draw("a history"))
             return ailments.past(machine)
 
         coordinator._memory.past = past  # type: ignore[method-assign]

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.agent import coordinator_link
 from holdfast.coordinator.membership import nodes
 from holdfast.coordinator.service import agents, decision_loop, queues
 from holdfast.protocol import generation_difference
@@ -30,6 +29,16 @@ class Defect:
     """A schedule in which it is found."""
 
 
+DAMAGED: tuple[Change, ...] = (
+    (
+        queues.AgentLines,
+        "_form",
+        "difference(line.base, generation)",
+        "damaged(difference(line.base, generation))",
+    ),
+)
+"""Differences that their agents refuse."""
+
 DEFECTS = (
     Defect(
         "a failed write closes the connections",
@@ -43,8 +52,8 @@ DEFECTS = (
                 "        line.put_nowait(None)",
             ),
         ),
-        "only the disk was broken",
-        0,
+        "its agent's connection closed",
+        33,
     ),
     Defect(
         "an order leaves before its page is written",
@@ -59,7 +68,7 @@ DEFECTS = (
             (decision_loop.DecisionLoop, "_excuses", "if late_s > self.core.timing.heartbeat_s / 2:", "if False:"),
         ),
         "is well, and lost: silent",
-        0,
+        10,
     ),
     Defect(
         "a connection that was replaced still speaks",
@@ -78,40 +87,19 @@ DEFECTS = (
             ),
         ),
         "speaks that was replaced",
-        0,
+        186,
     ),
     Defect(
         "a damaged difference is applied without its digest check",
-        (
-            (
-                queues.AgentLines,
-                "_form",
-                "difference(line.base, generation)",
-                "damaged(difference(line.base, generation))",
-            ),
-            (generation_difference, "apply", "if made.digest != change.digest:", "if False:"),
-        ),
+        (*DAMAGED, (generation_difference, "apply", "if made.digest != change.digest:", "if False:")),
         "was told the rank of",
         0,
     ),
     Defect(
         "an order to join that was lost is not repeated",
         ((nodes, "_repeat", "if view.formed < number:", "if False:"),),
-        "",
-        0,
-    ),
-    Defect(
-        "a message that could not be sent is dropped",
-        (
-            (
-                coordinator_link.CoordinatorLink,
-                "_sent",
-                "except (OSError, aiohttp.ClientError):\n        self._outbox.put_back(letters)",
-                "except (OSError, aiohttp.ClientError):",
-            ),
-        ),
-        "",
-        0,
+        "is well, and named for a stall",
+        22,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What may go wrong around the service, drawn by a seed: each class is there in half of the schedules."""
+"""What may go wrong around the service, drawn by a seed: each class is there in half of the schedules, or it is the only one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ CLASSES = (
     "hand-over",
     "limits",
     "power",
+    "slow-history",
 )
 """`cluster`, `changes` and `findings`: those of the plan of `simcluster`. The others are of this module."""
 
@@ -36,7 +37,11 @@ STRIKES = (
     "kill-coordinator",
     "hand-over",
 )
-"""Those that come at a time."""
+"""Those that come at a time, or at a moment of the job."""
+
+MOMENTS = ("joining", "formed", "broke", "parked", "joined", "prepared", "ready", "done")
+ALONE = 0.2
+"""In this share of the schedules one class is alone: only then may much be asked of the job."""
 
 
 @dataclass
@@ -46,6 +51,10 @@ class Luck:
     seed: int
     there: frozenset[str]
     strikes: list[tuple[float, str]] = field(default_factory=list)
+    moments: list[tuple[str, int, str]] = field(default_factory=list)
+    """At which one it strikes, and the how many-th of them."""
+    history_s: float = 0.0
+    """That the history of machines takes to answer, at most."""
     handle_s: float = HANDLE_S
     """What a handle costs an agent."""
     coordinator_handle_s: float = HANDLE_S
@@ -60,7 +69,11 @@ class Luck:
 
 def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) -> Luck:
     """The luck of a seed, within the first `window_s` seconds. without: classes that are left out, for a smaller story."""
-    there = frozenset(name for name in CLASSES if random.Random(f"{seed} has {name}").random() < 0.5) - without
+    there = frozenset(name for name in CLASSES if random.Random(f"{seed} has {name}").random() < 0.5)
+    alone = random.Random(f"{seed} alone")
+    if alone.random() < ALONE:
+        there = frozenset([alone.choice(CLASSES)])
+    there -= without
     luck = Luck(seed, there)
     own = random.Random(f"{seed} ways of the disk")
     luck.write_s = own.choice((0.0005, 0.002, 0.002, 0.05))
@@ -68,10 +81,15 @@ def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) 
         own = random.Random(f"{seed} limits")
         luck.window, luck.kept_messages = own.choice((512, 2048, 8192)), own.choice((0, 16, 64))
     luck.power_fails = "power" in there
+    if "slow-history" in there:
+        luck.history_s = random.Random(f"{seed} history").choice((0.05, 0.5, 1.9))
     for kind in STRIKES:
         if kind in there:
             # Each class draws for itself: without one of them the others strike as before.
             own = random.Random(f"{seed} {kind}")
             for _ in range(own.choice((1, 1, 2, 3))):
-                luck.strikes.append((own.uniform(0.5, window_s), kind))
+                if own.random() < 0.5:
+                    luck.strikes.append((own.uniform(0.5, window_s), kind))
+                else:
+                    luck.moments.append((own.choice(MOMENTS), own.randint(1, 6), kind))
     return luck

@@ -33,6 +33,7 @@ class Story:
     starts: int
     committed: int
     lost: tuple[tuple[str, int], ...]
+    asked_for_whole: int
     digest: str
     lines: tuple[str, ...] = ()
 
@@ -59,7 +60,7 @@ def plan_of(seed: int) -> Plan:
 
 def tame(plan: Plan, luck: Luck) -> None:
     """Takes out of a plan what is not in its luck."""
-    plan.disturbed = bool(luck.strikes) or luck.power_fails
+    plan.disturbed = bool(luck.strikes or luck.moments) or luck.power_fails
     if "cluster" not in luck.there:
         plan.faults, plan.triggers, plan.torn_end = [], [], False
         plan.bug, plan.stop_after_s, plan.engine_refuses, plan.release_fails = None, None, 0.0, 0.0
@@ -100,6 +101,7 @@ def run(plan: Plan, luck: Luck, tells: bool = False) -> Story:
             cluster.service.starts,
             state.membership.committed,
             tuple(sorted(cluster.invariants.lost.items())),
+            cluster.asked_for_whole,
             cluster.trace_digest,
             tuple(cluster.story),
         )
