@@ -69,7 +69,7 @@ class VirtualAgent(SimAgent):
         self._leave()
 
     def _on_connection_lost(self) -> None:
-        self.connections_lost += 1
+        self.connections_lost += self.cluster.service.ended is None
         if self.leaving is not None and not self.link.left_to_another:
             self._leave()
 

@@ -52,8 +52,8 @@ DEFECTS = (
                 "        line.put_nowait(None)",
             ),
         ),
-        "its agent's connection closed",
-        33,
+        "only the disk was broken",
+        1,
     ),
     Defect(
         "an order leaves before its page is written",
@@ -99,7 +99,7 @@ DEFECTS = (
         "an order to join that was lost is not repeated",
         ((nodes, "_repeat", "if view.formed < number:", "if False:"),),
         "is well, and named for a stall",
-        22,
+        33,
     ),
 )
 

@@ -87,7 +87,7 @@ def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) 
         if kind in there:
             # Each class draws for itself: without one of them the others strike as before.
             own = random.Random(f"{seed} {kind}")
-            for _ in range(own.choice((1, 1, 2, 3))):
+            for _ in range(own.choice((1, 1, 2, 3)) * (4 if len(there) == 1 else 1)):
                 if own.random() < 0.5:
                     luck.strikes.append((own.uniform(0.5, window_s), kind))
                 else:
