@@ -596,6 +596,21 @@ def test_who_holds_the_others_up_is_taken_out():
     assert desk.state.membership.phase is JobPhase.BREAKING
 
 
+def test_who_has_not_been_told_of_the_generation_holds_nobody_up():
+    """The order to join was lost with a connection, and its repetition is on the way behind the question."""
+    desk = running(3, spares=1)
+    views = {"n0": at(desk, "n0.0#1", Phase.JOIN), "n2": at(desk, "n2.0#3", Phase.JOIN)}
+    waits = at(desk, "n1.0#2", Phase.IDLE, idle_s=50.0)
+    untold = msgspec.structs.replace(waits, formed=0, page=PageReading(phase=int(Phase.IDLE)))
+    stall(desk, "n0.0#1", **views, n1=untold)
+    desk.wait(desk.core.timing.inspect_s)
+    assert not desk.killed()
+    assert not desk.incidents()
+    desk.wait(desk.core.timing.stall_floor_s)
+    stall(desk, "n0.0#1", **views, n1=msgspec.structs.replace(untold, formed=desk.state.membership.number))
+    assert desk.killed() == {"n1.0#2"}
+
+
 @pytest.mark.parametrize(
     ("phase", "joined"), [(Phase.FORWARD, True), (Phase.JOIN, False), (Phase.COMMIT, False)]
 )

@@ -539,7 +539,10 @@ def inspected(context: Context, message: m.InspectReply) -> None:
     # Only members that are still inside count. One that parked while the others answered holds up nobody.
     for view in message.workers:
         worker = s.membership.workers.get(view.worker)
-        if worker is not None and worker.phase is WorkerPhase.MEMBER:
+        # One whose agent has not passed the generation on stands still for good reason: the order was lost, and is on its way
+        # again. It counts as not seen, or it would be ended for what the others wait for.
+        told = not context.mode.replaces_one or view.formed >= s.membership.number
+        if worker is not None and worker.phase is WorkerPhase.MEMBER and told:
             inspection.views.append(view)
             inspection.unheard.discard(worker.node)
     inspection.stacks.update(message.stacks)
