@@ -44,7 +44,9 @@ def test_many_schedules_of_the_service(block):
 
 
 def test_a_seed_is_one_schedule_whatever_the_order_in_sets():
-    replay = "import sys; sys.path[0:0] = sys.argv[1:]; from virtual import run_seed; print(run_seed(8).digest)"
+    replay = (
+        "import sys; sys.path[0:0] = sys.argv[1:]; from virtual import run_seed; print(run_seed(8).digest)"
+    )
     told = {run_seed(8).digest, run_seed(8).digest}
     for hash_seed in ("1", "2"):
         done = subprocess.run(

@@ -10,17 +10,20 @@ from pathlib import Path
 
 sys.path[0:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-from simcluster.checks import Violation
-from virtual.luck import CLASSES
-from virtual.run import run_seed
-
 
 def main() -> int:
     """Exit code 1: an invariant does not hold."""
+    from simcluster.checks import Violation
+
+    from virtual.luck import CLASSES
+    from virtual.run import run_seed
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("until", type=int, nargs="?", help="all seeds from the first one to before this one")
-    parser.add_argument("--without", nargs="*", default=[], choices=CLASSES, help="leave these out of its luck")
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=CLASSES, help="leave these out of its luck"
+    )
     parser.add_argument("--quiet", action="store_true", help="only how it ended")
     given = parser.parse_args()
     logging.disable()

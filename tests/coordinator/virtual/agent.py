@@ -6,15 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
+from simcluster.agent import SimAgent
+from simcluster.worker import SIGKILL
 
 from holdfast.agent.coordinator_link import CoordinatorLink, Outbox
 from holdfast.errors import ProtocolError
-from holdfast.protocol import messages as m
 from holdfast.protocol import generation_difference
+from holdfast.protocol import messages as m
 from holdfast.protocol.generation_difference import NOTHING
 from holdfast.protocol.network.lookup import FolderLookup
-from simcluster.agent import SimAgent
-from simcluster.worker import SIGKILL
 from virtual.loop import State, VirtualLoop
 from virtual.network import Dialler
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+from simcluster.checks import Checks, Violation, _is_heartbeat, _is_progress
 
 from holdfast.agent.coordinator_link import ANSWER_S
 from holdfast.coordinator.kernel import events as e
@@ -16,7 +17,6 @@ from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerBatch, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key
-from simcluster.checks import Checks, Violation, _is_heartbeat, _is_progress
 
 if TYPE_CHECKING:
     from virtual.cluster import VirtualCluster
@@ -219,4 +219,6 @@ class Invariants:
                 state.membership.restarts_used,
             )
             for agent in self.cluster.agents.values():
-                self.cluster.checks.require(not agent.connections_lost, "only the disk was broken: %s was cut off", agent.name)
+                self.cluster.checks.require(
+                    not agent.connections_lost, "only the disk was broken: %s was cut off", agent.name
+                )

@@ -7,11 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from holdfast.protocol.job import Durable
 from simcluster.checks import Violation, brief
 from simcluster.cluster import Cluster
 from simcluster.plan import Plan
 from simcluster.worker import SimWorker
+
+from holdfast.protocol.job import Durable
 from virtual.agent import VirtualAgent
 from virtual.checks import Invariants, VirtualChecks
 from virtual.coordinator import HEAD, VirtualService

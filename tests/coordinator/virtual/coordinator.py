@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
-
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.queues import AgentQueue

@@ -65,7 +65,12 @@ DEFECTS = (
         "a deadline is looked at before messages that have come",
         (
             (decision_loop.DecisionLoop, "_tick_due", "if turns:", "if False:"),
-            (decision_loop.DecisionLoop, "_excuses", "if late_s > self.core.timing.heartbeat_s / 2:", "if False:"),
+            (
+                decision_loop.DecisionLoop,
+                "_excuses",
+                "if late_s > self.core.timing.heartbeat_s / 2:",
+                "if False:",
+            ),
         ),
         "is well, and lost: silent",
         10,

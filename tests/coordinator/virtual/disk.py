@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simcluster.clock import Clock
+
 from virtual.loop import VirtualLoop
 
 

@@ -113,7 +113,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._plan()
         return timer
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any
+    ) -> Any:
         """To a server that waits for a request and gets none."""
         answers = self.answers(host)
         if answers is None:

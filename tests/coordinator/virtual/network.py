@@ -17,10 +17,10 @@ from typing import Any
 
 import aiohttp
 from aiohttp import WSCloseCode, WSMessage, WSMsgType
+from simcluster.clock import Clock
 
 from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.network.http_client import Unproven
-from simcluster.clock import Clock
 from virtual.loop import VirtualLoop
 
 CLOSED = WSMessage(WSMsgType.CLOSED, None, None)

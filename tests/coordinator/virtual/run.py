@@ -7,13 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.coordinator.health.admission import CHECKS_S
 from simcluster.checks import Violation
-from simcluster.plan import Plan, plan_for
+from simcluster.plan import SHARDED, Plan, plan_for
+
+from holdfast.coordinator.health.admission import CHECKS_S
 from virtual.cluster import VirtualCluster
 from virtual.luck import Luck, luck_for
 
 LIMIT_S = 900.0
+SHARDED_EVERY = 4
+"""In one of so many schedules replicas are several workers."""
 ROOM = "/dev/shm"
 """Where the ledgers of schedules are written, if it is there: they are thrown away with the schedule."""
 
@@ -52,7 +55,9 @@ def run_seed(seed: int, without: Iterable[str] = (), tells: bool = False) -> Sto
 
 def plan_of(seed: int) -> Plan:
     """The job and its cluster, as `simcluster` draws them."""
-    plan = plan_for(seed, 2)
+    sharded = seed % SHARDED_EVERY == SHARDED_EVERY - 1
+    plan = plan_for(SHARDED + seed) if sharded else plan_for(seed)
+    plan.seed = seed
     # What a real agent repeats is in its hello.
     plan.repeats = False
     return plan
