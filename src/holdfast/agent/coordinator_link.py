@@ -80,7 +80,7 @@ def unheard_s(websocket: aiohttp.ClientWebSocketResponse) -> float | None:
 
 
 @asynccontextmanager
-async def connected(
+async def open_websocket(
     where: Endpoint, token: str, limit: aiohttp.ClientTimeout
 ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
     """A connection to the coordinator there, which has proved that it knows the token.
@@ -117,11 +117,11 @@ class CoordinatorLink:
         heartbeat_s: float,
         lost: Callable[[], None],
         join_s: float | None = None,
-        connect: Connect = connected,
+        connect: Connect = open_websocket,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """lost: called when a connection has ended. join_s: like orphan_s, before the first coordinator is met; None: the same.
-        connect: opens a connection, as `connected` does. clock: steady, called from any thread."""
+        connect: opens a connection, as `open_websocket` does. clock: steady, called from any thread."""
         self._connect, self._clock = connect, clock
         self._lookup, self._token = lookup, token
         self._hello, self._take = hello, take

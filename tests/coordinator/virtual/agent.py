@@ -131,6 +131,7 @@ class VirtualAgent(SimAgent):
         if not self.alive:
             return
         self.cluster.log("%s <- %s", self.name, order)
+        self.cluster.invariants.obeyed(self.name, self.link.term)
         match order:
             case m.Form():
                 self._form(order)

@@ -106,6 +106,7 @@ class Invariants:
         self._committed = (0, 0)
         self._suffered: dict[str, float] = {}
         self._ailed: dict[str, float] = {}
+        self._terms: dict[str, int] = {}
         self._cut_off: dict[str, float] = {}
         self._only_disk = True
         self.lost: dict[str, int] = {}
@@ -121,21 +122,24 @@ class Invariants:
         self._orders.clear()
         self._stands.clear()
         store: Any = coordinator._ledger.store
-        self._watch(store)
+        self._newest = coordinator
+        self._watch(coordinator, store)
         opens = coordinator._ledger._open
 
         def reopened() -> Store:
             opened = opens()
-            self._watch(opened)
+            self._watch(coordinator, opened)
             return opened
 
         coordinator._ledger._open = reopened
 
-    def _watch(self, store: Any) -> None:
+    def _watch(self, coordinator: Coordinator, store: Any) -> None:
         write = store.write
 
         def wrote(batch: LedgerBatch) -> None:
             write(batch)
+            if coordinator is not self._newest:
+                return  # another one goes on from a copy
             self._written = batch.kept.get(SNAPSHOT, self._written)
             self._committed = self._stands.pop(self._written, self._committed)
             self._seq = max([self._seq, *(entry.seq for entry in batch.entries)])
@@ -166,6 +170,12 @@ class Invariants:
     def struck(self, kind: str) -> None:
         """Something of the service's surroundings."""
         self._only_disk = self._only_disk and kind.startswith("disk")
+
+    def obeyed(self, node: str, term: int) -> None:
+        """An agent carries out an order of a coordinator of this term."""
+        before = self._terms.get(node, 0)
+        self.cluster.checks.require(term >= before, "%s obeys term %d after term %d", node, term, before)
+        self._terms[node] = term
 
     def suffers(self, machine: str, ails: bool = False) -> None:
         """Something happens to a machine: its loss within a while is no fault of the service. ails: nor is that of a worker."""

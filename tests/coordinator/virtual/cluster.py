@@ -15,7 +15,7 @@ from simcluster.worker import SimWorker
 from holdfast.protocol.job import Durable
 from virtual.agent import VirtualAgent
 from virtual.checks import Invariants, VirtualChecks
-from virtual.coordinator import HEAD, VirtualService
+from virtual.coordinator import HEAD, SECOND, VirtualService
 from virtual.disk import Disk
 from virtual.loop import HANDLE_S, State, VirtualLoop
 from virtual.luck import Luck
@@ -37,7 +37,7 @@ class VirtualCluster(Cluster):
         """tells: keeps the whole story, not only its end."""
         self.luck, self.job_dir = luck, job_dir
         self.loops: list[VirtualLoop] = []
-        self.heads = [HEAD]
+        self.heads = [HEAD, SECOND] if luck.shared else [HEAD]
         self.violation: Violation | None = None
         self.asked_for_whole = 0
         self.story: list[str] = []
@@ -125,7 +125,8 @@ class VirtualCluster(Cluster):
                 self.disk.hangs_until_s = now + (1.0, 5.0, 20.0, 60.0)[int(4 * draw("a disk hangs"))]
             case "one-way":
                 if (agent := self._some_agent("one way", near)) is not None:
-                    way = (agent.name, HEAD) if draw("which way") < 0.5 else (HEAD, agent.name)
+                    head = self.service.machine
+                    way = (agent.name, head) if draw("which way") < 0.5 else (head, agent.name)
                     self.network.block(*way)
                     self.invariants.suffers(agent.name, ails=True)
                     self.clock.after(0.2 + 6 * draw("a way heals"), self._heal_way, agent, way)
@@ -135,8 +136,7 @@ class VirtualCluster(Cluster):
                     self.invariants.suffers(socket.peer.machine)
                     socket.breaks()
             case "stop-coordinator":
-                self.service.stop()
-                self.clock.after(0.2 + 10 * draw("stopped for"), self.service.go_on)
+                self.service.stop(0.2 + 10 * draw("stopped for"))
             case "stop-agent":
                 if (agent := self._some_agent("stopped", near)) is not None:
                     agent.loop.stop_process()
@@ -147,6 +147,15 @@ class VirtualCluster(Cluster):
                     loop = self.service.process.loop
                     loop.handle_s = (1e-3, 1e-2, 0.1)[int(3 * draw("slowness"))]
                     self.clock.after(0.5 + 8 * draw("slow for"), self._speed_up, loop)
+            case "succession":
+                # The coordinator lives, stands still, or its machine has no power.
+                fate = draw("before a succession")
+                if fate < 0.4:
+                    self.service.stop(20 * draw("stopped before a succession"))
+                elif fate < 0.6 and not self.network.dark & set(self.heads):
+                    self.network.darken(self.service.machine)
+                    self.service.crash()
+                self.clock.after(3 * draw("a succession"), self.service.supersede)
             case "hand-over":
                 self.service.terminate()
             case "kill-coordinator":

@@ -10,33 +10,38 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.queues import AgentQueue
 from holdfast.coordinator.service.server import Coordinator
+from holdfast.coordinator.service.store import succeed
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import EngineOrder
 from holdfast.protocol.job import Durable, Resume
+from holdfast.protocol.leadership import EXIT_SUPERSEDED, GRACE_S, claim_term, newest_term
 from holdfast.protocol.network.endpoint import Endpoint
 from virtual.disk import DiskThread
-from virtual.loop import Exited, State, VirtualLoop
+from virtual.loop import Exited, VirtualLoop
 from virtual.network import Door, Socket
 
 if TYPE_CHECKING:
     from virtual.cluster import VirtualCluster
 
-HEAD = "head"
-"""The machine of the coordinator."""
+HEAD, SECOND = "head", "second"
+"""The machine of the coordinator, and another one that may take its place."""
 
 
 class Process:
     """One run of the coordinator."""
 
-    def __init__(self, service: VirtualService, number: int) -> None:
+    def __init__(self, service: VirtualService, number: int, machine: str, term: int) -> None:
         self.service, self.cluster, self.number = service, service.cluster, number
+        self.machine, self.term = machine, term
+        self.superseded = False
+        """Another one goes on from its ledger: nothing that this one decides from now on counts."""
         self.loop = VirtualLoop(self.cluster.clock, f"coordinator {number}", self.cluster.broke)
         self.loop.handle_s = self.cluster.luck.coordinator_handle_s
         self.cluster.loops.append(self.loop)
         self.loop.at_end.append(self._on_end)
         self.loop.answers = self._listens
         self.coordinator: Coordinator | None = None
-        self.where = Endpoint(host=HEAD, port=1, pid=number, instance=f"c{number}")
+        self.where = Endpoint(host=machine, port=1, pid=number, instance=f"c{number}", term=term)
         self._serving: list[asyncio.Task[None]] = []
         self.loop.call_soon(self._begin)
 
@@ -50,15 +55,17 @@ class Process:
             cluster.job_dir,
             cluster.plan.spec,
             Resume(self.service.checkpoints),
+            self.term,
             steady=self.loop.time,
             thread=lambda name: DiskThread(cluster.disk, self.loop, name),  # type: ignore[arg-type, return-value]
             exit_now=self._exit_now,
         )
         self._hook(coordinator)
-        self.service.began(coordinator)
+        if not self.superseded:
+            self.service.began(coordinator)
         coordinator.begin(self.where)
-        self.service.door.open(self.loop, self._accept)
-        for order in coordinator._loop.open_orders():
+        self.service.doors[self.machine].open(self.loop, self._accept)
+        for order in coordinator._loop.open_orders() if not self.superseded else ():
             self.service.ordered(order)
         await coordinator.run(self)  # type: ignore[arg-type]
         await coordinator.take_leave()
@@ -78,7 +85,7 @@ class Process:
             self.cluster.broke(f"the coordinator broke: {error!r}", error)
 
     def _on_end(self) -> None:
-        if self.service.door.loop is self.loop:
+        if self.service.doors[self.machine].loop is self.loop:
             self.close()
         self.cluster.network.ended(self.loop)
         if self.coordinator is not None and (store := self.coordinator._ledger._store) is not None:
@@ -87,7 +94,7 @@ class Process:
     def _listens(self, machine: str) -> bool | None:
         """For those that fetch snapshots."""
         network = self.cluster.network
-        if not network.passes(HEAD, machine) or not network.passes(machine, HEAD):
+        if not network.passes(self.machine, machine) or not network.passes(machine, self.machine):
             return None
         return self.cluster.agents[machine].loop.alive
 
@@ -95,7 +102,7 @@ class Process:
 
     def close(self) -> None:
         """Who connects from now on waits for the next process."""
-        self.service.door.close()
+        self.service.doors[self.machine].close()
 
     async def settled(self) -> None:
         """Nobody is between the door and the service."""
@@ -132,6 +139,8 @@ class Process:
         coordinator._memory.remember = lambda record: None  # type: ignore[method-assign]
 
         def handled(events: Sequence[e.Event], now: float) -> list[e.Action]:
+            if self.superseded:
+                return handle_all(events, now)
             self.service.batch_begins()
             actions = handle_all(events, now)
             self.cluster.checks.handled_all(events, actions, core)
@@ -139,14 +148,17 @@ class Process:
 
         def done(action: e.Action) -> None:
             do(action)
-            self.service.performed(action)
+            if not self.superseded:
+                self.service.performed(action)
 
         def sent(node: str, message: m.ToAgent) -> None:
-            invariants.sending(coordinator, node, message)
+            if not self.superseded:
+                invariants.sending(coordinator, node, message)
             send(node, message)
 
         def taken_in(event: e.Event, line: AgentQueue | None = None) -> Any:
-            invariants.heard(event)
+            if not self.superseded:
+                invariants.heard(event)
             return take_in(event, line)
 
         async def heard(line: AgentQueue, message: m.AgentMessage) -> None:
@@ -165,7 +177,9 @@ class VirtualService:
 
     def __init__(self, cluster: VirtualCluster) -> None:
         self.cluster = cluster
-        self.door = Door(cluster.network, HEAD)
+        self.doors = {machine: Door(cluster.network, machine) for machine in cluster.heads}
+        self.machine, self.term = HEAD, int(cluster.luck.shared)
+        """Where the newest coordinator is to be started, and in which term."""
         self.ended: str | None = None
         self.over = False
         """The process of a coordinator whose job has ended is gone, too."""
@@ -179,8 +193,10 @@ class VirtualService:
 
     def start(self) -> None:
         """One more process."""
+        if self.over or self.process is not None or self.machine in self.cluster.network.dark:
+            return
         self.starts += 1
-        self.process = Process(self, self.starts)
+        self.process = Process(self, self.starts, self.machine, self.term)
         self.processes.append(self.process)
 
     @property
@@ -277,12 +293,45 @@ class VirtualService:
     def exited(self, process: Process, code: int) -> None:
         """It ended itself."""
         self.cluster.log("coordinator %s ends with %d", process.number, code)
+        if process is not self.process:
+            return
         self.process = None
+        if code == EXIT_SUPERSEDED:
+            return
         if code == 0:
             self.over = True
         else:
             self.crashes += 1
             self._again()
+
+    def supersede(self) -> None:
+        """The other machine claims the next term; when its predecessor must have seen that, it goes on from the ledger."""
+        term = newest_term(self.cluster.job_dir) + 1
+        machine = SECOND if self.machine == HEAD else HEAD
+        if self.over or machine in self.cluster.network.dark or term != self.term + 1:
+            return
+        claim_term(self.cluster.job_dir, term, machine)
+        delay_s = GRACE_S + self.cluster.draw("a successor begins")
+        self.cluster.clock.after(delay_s, self._succeed, machine, term)
+
+    def _succeed(self, machine: str, term: int) -> None:
+        if self.over:
+            return
+        job_dir, before = self.cluster.job_dir, self.process
+        self.cluster.log("%s goes on in term %d", machine, term)
+        for process in self.processes:
+            process.superseded = True
+        store = None
+        if before is not None and before.coordinator is not None:
+            store = before.coordinator._ledger._store
+        if store is None:
+            succeed(job_dir, term)
+        else:
+            # Its process lives, and has its file locked. Nobody writes meanwhile: here the copy takes no time.
+            (job_dir / f"job-{term}.sqlite").write_bytes(store.copy())
+        self.process, self.machine, self.term, self._dies_at = None, machine, term, 0
+        self.crashes += 1
+        self.start()
 
     def terminate(self) -> None:
         """SIGTERM: it hands over to the next process."""
@@ -290,12 +339,8 @@ class VirtualService:
         if process is not None and process.coordinator is not None:
             process.loop.call_soon(process.coordinator._on_sigterm)
 
-    def stop(self) -> None:
-        """SIGSTOP."""
+    def stop(self, for_s: float) -> None:
+        """SIGSTOP, and SIGCONT after a while."""
         if self.process is not None:
             self.process.loop.stop_process()
-
-    def go_on(self) -> None:
-        """SIGCONT."""
-        if self.process is not None and self.process.loop.state is State.STOPPED:
-            self.process.loop.continue_process()
+            self.cluster.clock.after(for_s, self.process.loop.continue_process)

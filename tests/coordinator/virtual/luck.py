@@ -23,6 +23,7 @@ CLASSES = (
     "limits",
     "power",
     "slow-history",
+    "succession",
 )
 """`cluster`, `changes` and `findings`: those of the plan of `simcluster`. The others are of this module."""
 
@@ -36,6 +37,7 @@ STRIKES = (
     "slow-coordinator",
     "kill-coordinator",
     "hand-over",
+    "succession",
 )
 """Those that come at a time, or at a moment of the job."""
 
@@ -63,16 +65,18 @@ class Luck:
     """Bytes under way on a connection; 0: as always."""
     kept_messages: int = 0
     """That an agent keeps without a coordinator; 0: as always."""
+    shared: bool = False
+    """The job's folder is shared, and several machines may have the coordinator."""
     power_fails: bool = False
     """A machine that is gone may say nothing."""
 
 
 def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) -> Luck:
     """The luck of a seed, within the first `window_s` seconds. without: classes that are left out, for a smaller story."""
-    there = frozenset(name for name in CLASSES if random.Random(f"{seed} has {name}").random() < 0.5)
-    alone = random.Random(f"{seed} alone")
-    if alone.random() < ALONE:
-        there = frozenset([alone.choice(CLASSES)])
+    # Each by a number of its own: one more class changes nothing about the others.
+    drawn = {name: random.Random(f"{seed} has {name}").random() for name in CLASSES}
+    alone = random.Random(f"{seed} alone").random() < ALONE
+    there = frozenset([min(drawn, key=drawn.__getitem__)] if alone else [n for n in drawn if drawn[n] < 0.5])
     there -= without
     luck = Luck(seed, there)
     own = random.Random(f"{seed} ways of the disk")
@@ -80,6 +84,7 @@ def luck_for(seed: int, window_s: float, without: frozenset[str] = frozenset()) 
     if "limits" in there:
         own = random.Random(f"{seed} limits")
         luck.window, luck.kept_messages = own.choice((512, 2048, 8192)), own.choice((0, 16, 64))
+    luck.shared = "succession" in there
     luck.power_fails = "power" in there
     if "slow-history" in there:
         luck.history_s = random.Random(f"{seed} history").choice((0.05, 0.5, 1.9))

@@ -374,7 +374,7 @@ class Dialler:
     async def connected(
         self, where: Endpoint, token: str, limit: aiohttp.ClientTimeout
     ) -> AsyncIterator[Any]:
-        """See `coordinator_link.connected`."""
+        """See `coordinator_link.open_websocket`."""
         network = self._network
         near, far = network.pair(self._loop, self._machine, None, where.host)
         try:
