@@ -49,6 +49,12 @@ class VirtualChecks(Checks):
             self.cluster.violation = self.cluster.violation or violation
             raise
 
+    def restarted(self, core: Core) -> None:
+        super().restarted(core)
+        # The one before may have formed a generation and died before that was written.
+        self._number = core.state.membership.number
+        self._runs = False
+
     def handled_all(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:
         """After a batch."""
         self._core = core

@@ -17,7 +17,7 @@ from holdfast.protocol.job import Durable, Resume
 from holdfast.protocol.leadership import EXIT_SUPERSEDED, GRACE_S, claim_term, newest_term
 from holdfast.protocol.network.endpoint import Endpoint
 from virtual.disk import DiskThread
-from virtual.loop import Exited, VirtualLoop
+from virtual.loop import HANDLE_S, Exited, State, VirtualLoop
 from virtual.network import Door, Socket
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class VirtualService:
         self.doors = {machine: Door(cluster.network, machine) for machine in cluster.heads}
         self.machine, self.term = HEAD, int(cluster.luck.shared)
         """Where the newest coordinator is to be started, and in which term."""
+        if self.term:
+            claim_term(cluster.job_dir, self.term, HEAD)
         self.ended: str | None = None
         self.over = False
         """The process of a coordinator whose job has ended is gone, too."""
@@ -293,11 +295,11 @@ class VirtualService:
     def exited(self, process: Process, code: int) -> None:
         """It ended itself."""
         self.cluster.log("coordinator %s ends with %d", process.number, code)
-        if process is not self.process:
+        if process is not self.process or code == EXIT_SUPERSEDED:
+            self.process = None if process is self.process else self.process
+            self._shut(self.doors[process.machine])
             return
         self.process = None
-        if code == EXIT_SUPERSEDED:
-            return
         if code == 0:
             self.over = True
         else:
@@ -319,8 +321,6 @@ class VirtualService:
             return
         job_dir, before = self.cluster.job_dir, self.process
         self.cluster.log("%s goes on in term %d", machine, term)
-        for process in self.processes:
-            process.superseded = True
         store = None
         if before is not None and before.coordinator is not None:
             store = before.coordinator._ledger._store
@@ -329,9 +329,26 @@ class VirtualService:
         else:
             # Its process lives, and has its file locked. Nobody writes meanwhile: here the copy takes no time.
             (job_dir / f"job-{term}.sqlite").write_bytes(store.copy())
-        self.process, self.machine, self.term, self._dies_at = None, machine, term, 0
+        old, self.process, self.machine, self.term = self.doors[self.machine], None, machine, term
+        self._dies_at = 0
+        for process in self.processes:
+            process.superseded = True
+        for agent in self.cluster.agents.values():
+            self.cluster.invariants.suffers(agent.name, ails=True)
+        if before is None:
+            # Its launcher starts another one, which sees the later term and ends; then the launcher ends, too.
+            self.cluster.clock.after(2 * self.cluster.draw("a launcher ends"), self._shut, old)
+        elif before.loop.state is not State.RUNS or before.loop.handle_s > HANDLE_S:
+            # One that goes on later would decide and send before it looks at the term. Generations do not have terms yet,
+            # so nothing would tell its orders from those of its successor.
+            before.loop.kill()
+            self._shut(old)
         self.crashes += 1
         self.start()
+
+    def _shut(self, door: Door) -> None:
+        if door.machine != self.machine:
+            door.shut()
 
     def terminate(self) -> None:
         """SIGTERM: it hands over to the next process."""

@@ -110,6 +110,7 @@ class Door:
 
     def open(self, loop: VirtualLoop, accept: Callable[[Socket], None]) -> None:
         """From now on a process serves it."""
+        self.network.doors[self.machine] = self
         self.loop, self.accept = loop, accept
         waiting, self._waiting = self._waiting, []
         for socket in waiting:
@@ -118,6 +119,14 @@ class Door:
     def close(self) -> None:
         """Nobody serves it now."""
         self.loop = self.accept = None
+
+    def shut(self) -> None:
+        """Its launcher has ended: nobody listens any more, and who waited hears so."""
+        self.close()
+        self.network.doors.pop(self.machine, None)
+        waiting, self._waiting = self._waiting, []
+        for socket in waiting:
+            socket.shut()
 
     def arrive(self, socket: Socket) -> None:
         """A connection was opened from outside."""
