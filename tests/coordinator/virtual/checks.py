@@ -52,7 +52,9 @@ class VirtualChecks(Checks):
     def restarted(self, core: Core) -> None:
         super().restarted(core)
         # The one before may have formed a generation and died before that was written.
-        self._number = core.state.membership.number
+        if core.state.membership.number != self._number:
+            self._number = core.state.membership.number
+            self._places.clear()
         self._runs = False
 
     def handled_all(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:

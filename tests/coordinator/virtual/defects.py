@@ -53,7 +53,7 @@ DEFECTS = (
             ),
         ),
         "only the disk was broken",
-        1,
+        35,
     ),
     Defect(
         "an order leaves before its page is written",
@@ -92,7 +92,7 @@ DEFECTS = (
             ),
         ),
         "speaks that was replaced",
-        186,
+        12,
     ),
     Defect(
         "a damaged difference is applied without its digest check",
@@ -103,8 +103,8 @@ DEFECTS = (
     Defect(
         "an order to join that was lost is not repeated",
         ((nodes, "_repeat", "if view.formed < number:", "if False:"),),
-        "is well, and named for a stall",
-        33,
+        "no step was committed",
+        39,
     ),
 )
 
