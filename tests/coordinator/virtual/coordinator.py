@@ -68,7 +68,7 @@ class Process:
         for order in coordinator._loop.open_orders() if not self.superseded else ():
             self.service.ordered(order)
         await coordinator.run(self)  # type: ignore[arg-type]
-        await coordinator.take_leave()
+        await coordinator.farewell()
         self.close()
         await coordinator.close()
 

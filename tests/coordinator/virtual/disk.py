@@ -24,8 +24,8 @@ class Disk:
     write_s: float = 0.002
     fails_until_s: float = 0.0
     hangs_until_s: float = 0.0
-    errors = 0
-    hung = 0
+    errors: int = 0
+    hung: int = 0
 
 
 @dataclass

@@ -225,7 +225,7 @@ class Coordinator:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
         await self.run(entrance)
         page.news.end()
-        await self.take_leave()
+        await self.farewell()
         entrance.close()
         await runner.cleanup()
         await self.close()
@@ -315,7 +315,7 @@ class Coordinator:
         self.superseded = True
         self._loop.over.set()
 
-    async def take_leave(self) -> None:
+    async def farewell(self) -> None:
         """Says goodbye at the end of the job."""
         await self._take_leave()
         await self._linger()
