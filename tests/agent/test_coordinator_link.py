@@ -121,8 +121,10 @@ async def serving(job_dir, term=0, answers=True, token="token"):
 
 
 @asynccontextmanager
-async def linked(job_dir, take=NOTHING, heartbeat_s=0.5, answers=True):
-    link = CoordinatorLink(Looked(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, heartbeat_s, NOTHING)
+async def linked(job_dir, take=NOTHING, heartbeat_s=0.5, answers=True, clock=time.monotonic):
+    link = CoordinatorLink(
+        Looked(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, heartbeat_s, NOTHING, clock=clock
+    )
     async with serving(job_dir, answers=answers) as coordinator:
         running = asyncio.create_task(link.run())
         try:
@@ -384,11 +386,11 @@ def test_the_first_coordinator_is_waited_for_longer_than_a_later_one(tmp_path):
 
 
 class Clock:
-    """In the place of the module `time`."""
+    """Shows what it is set to."""
 
     now_s = 100.0
 
-    def monotonic(self):
+    def __call__(self):
         return self.now_s
 
 
@@ -407,8 +409,7 @@ def test_a_coordinator_is_missed_since_its_machine_last_said_anything(
 
     async def heard():
         clock, hearings = Clock(), []
-        monkeypatch.setattr(coordinator_link, "time", clock)
-        async with linked(tmp_path, heartbeat_s=0.02) as (coordinator, link):
+        async with linked(tmp_path, heartbeat_s=0.02, clock=clock) as (coordinator, link):
             link._lost = lambda: hearings.append(link.hearing())
             await coordinator.hears(0, m.Hello)
             link._heard_s = 90.0 if said_s == 90.0 else 100.0

@@ -306,7 +306,7 @@ def test_what_rank_0_imported_is_told_to_all_nodes_and_to_those_that_come(
     with_service(tmp_path, monkeypatch, act)
 
 
-def test_an_agent_that_has_seen_a_later_term_supersedes_the_coordinator(tmp_path, monkeypatch):
+def test_an_agent_that_has_seen_a_later_term_supersedes_the_coordinator(tmp_path):
     """At once, whatever the folder says; what is left to write belongs to the successor."""
     ended = []
 
@@ -314,15 +314,13 @@ def test_an_agent_that_has_seen_a_later_term_supersedes_the_coordinator(tmp_path
         ended.append(code)
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(server.logs, "exit_now", exit_now)
-
     async def supersede():
         job_dir = tmp_path / "jobs" / "job"
         job_dir.mkdir(parents=True)
         (job_dir / "token").write_text("secret")
         claim_term(job_dir, 2, "n0")
         spec = JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=1)
-        coordinator = server.Coordinator(job_dir, spec, Resume(), 2)
+        coordinator = server.Coordinator(job_dir, spec, Resume(), 2, exit_now=exit_now)
         listening = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         serving = asyncio.create_task(coordinator.serve(listening, "127.0.0.1"))

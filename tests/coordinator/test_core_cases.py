@@ -596,6 +596,36 @@ def test_who_holds_the_others_up_is_taken_out():
     assert desk.state.membership.phase is JobPhase.BREAKING
 
 
+def test_who_has_not_been_told_of_the_generation_holds_nobody_up():
+    """The order to join was lost with a connection, and its repetition is on the way behind the question."""
+    desk = running(3, spares=1)
+    views = {"n0": at(desk, "n0.0#1", Phase.JOIN), "n2": at(desk, "n2.0#3", Phase.JOIN)}
+    waits = at(desk, "n1.0#2", Phase.IDLE, idle_s=50.0)
+    untold = msgspec.structs.replace(waits, formed=0, page=PageReading(phase=int(Phase.IDLE)))
+    stall(desk, "n0.0#1", **views, n1=untold)
+    desk.wait(desk.core.timing.inspect_s)
+    assert not desk.killed()
+    assert not desk.incidents()
+    desk.wait(desk.core.timing.stall_floor_s)
+    stall(desk, "n0.0#1", **views, n1=msgspec.structs.replace(untold, formed=desk.state.membership.number))
+    assert desk.killed() == {"n1.0#2"}
+
+
+def test_who_went_on_since_it_was_looked_at_holds_nobody_up():
+    """One node answers late or not at all, and a member that fetched its state has joined meanwhile."""
+    desk = running(3, spares=1)
+    number = desk.state.membership.number
+    fetches, waits = at(desk, "n1.0#2", Phase.TRANSFER, idle_s=50.0), at(desk, "n0.0#1", Phase.JOIN)
+    desk.do(e.NodeSays("n0", m.Stalled("n0.0#1", waits)))
+    request = desk.sent(m.Inspect)[-1][1].request
+    for node, view in (("n0", waits), ("n1", fetches)):
+        desk.do(e.NodeSays(node, m.InspectReply(request, (view,))))
+    desk.do(e.NodeSays("n1", m.FromWorker("n1.0#2", m.Joined(generation=number, join_s=0.1))))
+    desk.wait(desk.core.timing.inspect_s)
+    assert not desk.killed()
+    assert not desk.incidents()
+
+
 @pytest.mark.parametrize(
     ("phase", "joined"), [(Phase.FORWARD, True), (Phase.JOIN, False), (Phase.COMMIT, False)]
 )

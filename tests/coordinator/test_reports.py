@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ def taken(*events: e.Event) -> list[e.Event]:
     """What the core gets of events that came while the ledger was written."""
 
     async def run() -> list[e.Event]:
-        inbox = Inbox()
+        inbox = Inbox(time.monotonic)
         for event in events:
             inbox.put(event)
         return [waiting.event for waiting in await inbox.take()]

@@ -13,8 +13,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import NamedTuple
 
 import aiohttp
@@ -79,6 +79,30 @@ def unheard_s(websocket: aiohttp.ClientWebSocketResponse) -> float | None:
         return None
 
 
+@asynccontextmanager
+async def open_websocket(
+    where: Endpoint, token: str, limit: aiohttp.ClientTimeout
+) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """A connection to the coordinator there, which has proved that it knows the token.
+
+    Raises:
+        Unproven: it has not.
+        aiohttp.ClientError, OSError, TimeoutError: nobody answers.
+    """
+    async with aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)]) as session:
+        yield await session.ws_connect(
+            f"{where.url}/agent",
+            max_msg_size=16 << 20,
+            autoping=False,  # an answer to a ping is news here
+            timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
+        )
+
+
+Connect = Callable[
+    [Endpoint, str, aiohttp.ClientTimeout], AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse]
+]
+
+
 class CoordinatorLink:
     """Connects to the coordinator, says hello, and passes messages both ways; repeats that until it is closed."""
 
@@ -93,8 +117,12 @@ class CoordinatorLink:
         heartbeat_s: float,
         lost: Callable[[], None],
         join_s: float | None = None,
+        connect: Connect = open_websocket,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """lost: called when a connection has ended. join_s: like orphan_s, before the first coordinator is met; None: the same."""
+        """lost: called when a connection has ended. join_s: like orphan_s, before the first coordinator is met; None: the same.
+        connect: opens a connection, as `open_websocket` does. clock: steady, called from any thread."""
+        self._connect, self._clock = connect, clock
         self._lookup, self._token = lookup, token
         self._hello, self._take = hello, take
         self._orphan_s, self._orphaned = orphan_s, orphaned
@@ -114,7 +142,7 @@ class CoordinatorLink:
         self._idle = asyncio.Event()
         self._silent = False
         self._says_hello = False
-        self._lost_s: float | None = time.monotonic()
+        self._lost_s: float | None = self._clock()
         self._heard_s = 0.0
         """When the coordinator last said anything."""
         self._sent_s = 0.0
@@ -128,7 +156,7 @@ class CoordinatorLink:
     def send(self, message: m.AgentMessage, within_s: float = 0.0) -> None:
         """Queues a message, which is sent as soon as there is a coordinator. within_s: how long it may wait for other messages, to
         be sent in one frame with them."""
-        self._outbox.put(message, time.monotonic())
+        self._outbox.put(message, self._clock())
         # Before the event that wakes the sender: `flushed` must never return with this message still in the
         # queue.
         self._idle.clear()
@@ -157,7 +185,7 @@ class CoordinatorLink:
     def hearing(self) -> Hearing:
         """Whether there is a connection now. Safe from any thread."""
         lost_s = self._lost_s
-        return Hearing(term=self.term, missing_s=None if lost_s is None else time.monotonic() - lost_s)
+        return Hearing(term=self.term, missing_s=None if lost_s is None else self._clock() - lost_s)
 
     def told(self, where: Whereabouts) -> None:
         """Takes the address at which a coordinator may be, from a caller that knows the token."""
@@ -174,7 +202,7 @@ class CoordinatorLink:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        lost_at = time.monotonic()
+        lost_at = self._clock()
         attempt = 0
         # A machine that is gone does not refuse a connection: it lets one wait. A coordinator that is being started lets
         # it wait for an answer; the connection is then served as soon as it listens.
@@ -186,10 +214,10 @@ class CoordinatorLink:
                 # Not a warning: a coordinator that was ended is started again, and training goes on meanwhile.
                 _log.info("lost the connection to the coordinator", extra={"url": where.url})
                 self._lost()
-                lost_at, attempt = time.monotonic(), 0
+                lost_at, attempt = self._clock(), 0
             # Counted from the end of the last connection that was served. Attempts that are refused, or
             # answered by a stranger, do not prolong it.
-            elif time.monotonic() - lost_at > self.patience_s:
+            elif self._clock() - lost_at > self.patience_s:
                 self._orphaned()
                 return
             # A new coordinator can be found before it serves. If another is found than before the attempt, there is no
@@ -201,14 +229,9 @@ class CoordinatorLink:
 
     async def _converse(self, where: Endpoint, limit: aiohttp.ClientTimeout) -> bool:
         """One connection from hello to its end; False when there was none."""
-        async with aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)]) as session:
+        async with AsyncExitStack() as ends:
             try:
-                link = await session.ws_connect(
-                    f"{where.url}/agent",
-                    max_msg_size=16 << 20,
-                    autoping=False,  # an answer to a ping is news here
-                    timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
-                )
+                link = await ends.enter_async_context(self._connect(where, self._token, limit))
             except Unproven as error:
                 self._not_believed(where, str(error))
                 return False
@@ -275,7 +298,7 @@ class CoordinatorLink:
                 self.connected = False
                 # One that had fallen silent was lost when it did. The kernel says so when it has waited for this long, and
                 # this process may have been stopped for longer.
-                now_s = time.monotonic()
+                now_s = self._clock()
                 said_s = max(self._heard_s, self._acked_s, now_s - SILENT_BEATS * self._heartbeat_s)
                 self._lost_s = self._lost_s or said_s
                 self.left_to_another = link.close_code == aiohttp.WSCloseCode.SERVICE_RESTART
@@ -301,7 +324,7 @@ class CoordinatorLink:
                         self._carry_out(order)
 
     def _hear(self) -> None:
-        self._heard_s, self._lost_s = time.monotonic(), None
+        self._heard_s, self._lost_s = self._clock(), None
 
     def _carry_out(self, order: m.ToAgent) -> None:
         try:
@@ -333,7 +356,7 @@ class CoordinatorLink:
         """
         while True:
             await asyncio.sleep(QUIET_BEATS * self._heartbeat_s)
-            asked_s = time.monotonic()
+            asked_s = self._clock()
             if asked_s - self._heard_s < QUIET_BEATS * self._heartbeat_s:
                 continue
             with suppress(ConnectionResetError):
@@ -368,7 +391,7 @@ class CoordinatorLink:
             # Four heartbeats fit into the detection time, so one that is late costs nobody its node.
             await asyncio.sleep(self._sent_s + self._heartbeat_s - loop.time())
             if (silent_s := unheard_s(link)) is not None:
-                self._acked_s = time.monotonic() - silent_s
+                self._acked_s = self._clock() - silent_s
             if self._sent_s + self._heartbeat_s > loop.time():
                 continue
             self._sent_s = loop.time()  # also where it is not sent: the next one is tried a heartbeat later
@@ -405,7 +428,7 @@ class CoordinatorLink:
         letters, frame, size = list[Letter](), list[bytes](), 0
         while self._outbox and len(letters) < FRAME_MESSAGES and size < FRAME_BYTES:
             letters.append(letter := self._outbox.take())
-            frame.append(encode(_dated(letter)))
+            frame.append(encode(_dated(letter, self._clock())))
             size += len(frame[-1])
         try:
             await link.send_bytes(encode_all(frame))
@@ -420,9 +443,9 @@ class CoordinatorLink:
         return True
 
 
-def _dated(letter: Letter) -> m.AgentMessage:
-    """The message, with how long it has waited where that matters."""
-    message, waited_s = letter.message, time.monotonic() - letter.arrived_s
+def _dated(letter: Letter, at_s: float) -> m.AgentMessage:
+    """The message, with how long it has waited at this time where that matters."""
+    message, waited_s = letter.message, at_s - letter.arrived_s
     if isinstance(message, m.FromWorker):
         return msgspec.structs.replace(message, age_s=waited_s)
     return _aged(message, waited_s) if isinstance(message, m.FindingsReported) else message
@@ -500,7 +523,7 @@ class Letter(NamedTuple):
     """A message that waits for a coordinator."""
 
     arrived_s: float
-    """When it came, on CLOCK_MONOTONIC."""
+    """When it came, on the link's clock."""
     message: m.AgentMessage
     again: bool = False
     """It was sent before, to a coordinator that may not have written it."""

@@ -32,6 +32,9 @@ EXTRA_SAVED_STEPS = 40
 class Cluster:
     """Everything that exists in one schedule."""
 
+    makes_agent: type[SimAgent] = SimAgent
+    makes_checks: type[Checks] = Checks
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rng = random.Random(plan.seed * 2 + 1)
@@ -51,19 +54,27 @@ class Cluster:
         self._roots = 1
         self._nodes = 0
         self._chains = [[self.root(1, p)] for p in range(plan.shard_count)]
-        self.checks = Checks(self)
+        self.checks = self.makes_checks(self)
         self.faults = Faults(self)
         self.ailments = Ailments(self)
-        self.service = Service(self)
-        self.service.handle(e.Tick())
+        found = None
         if plan.durable_step is not None and plan.level == 2:
             bits = tuple(self.chain(plan.durable_step, p) for p in range(plan.shard_count))
             self.durables[("before", plan.durable_step)] = (plan.durable_step, bits)
             if plan.steps != FOREVER:
                 self.until += plan.durable_step
-            self.service.handle(e.DurableFound(Durable(plan.durable_step, "before")))
+            found = Durable(plan.durable_step, "before")
+        self.service: Any = self.begin(found)
         for _ in range(plan.spec.max_nodes + plan.spec.spares):
             self.clock.after(self.rng.uniform(0.0, 1.0), self.add_node)
+
+    def begin(self, found: Durable | None) -> Any:
+        """Starts the coordinator. found: in a durable tier, before the job began."""
+        self.service = service = Service(self)
+        service.handle(e.Tick())
+        if found is not None:
+            service.handle(e.DurableFound(found))
+        return service
 
     # ------------------------------------------------------------ what the parts ask of it
 
@@ -164,7 +175,7 @@ class Cluster:
     def add_node(self, identity: str = "") -> SimAgent:
         """One more machine."""
         name = f"n{self._nodes}"
-        agent = SimAgent(self, name, identity or self.ailments.identity(name))
+        agent = self.makes_agent(self, name, identity or self.ailments.identity(name))
         self._nodes += 1
         self.agents[agent.name] = agent
         self.log("%s is there", agent.name)

@@ -71,6 +71,7 @@ class Plan:
     refused_checks: float = 0.0  # how often the basic checks of a new node are faulty
     shape: tuple[int, int] = (1, 1)  # of a replica: shard degree, and tensor degree
     hanging_starts: int = 0  # of the first starts at level 0, in which one rank stays out of a collective
+    disturbed: bool = False  # by what is around the core
     only_planned: bool = False  # nodes are found to need something that can wait, and nothing fails
 
     @property
@@ -94,7 +95,7 @@ class Plan:
         broken = (
             self.faults or self.triggers or self.bug or self.engine_refuses or self.torn_end or self.findings
         )
-        return not broken and self.stop_after_s is None
+        return not broken and not self.disturbed and self.stop_after_s is None
 
     @property
     def budget_is_small(self) -> bool:

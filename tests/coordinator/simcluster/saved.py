@@ -85,7 +85,7 @@ class SavedChecks:
                     self._short.add((key.step, key.generation))
             case e.NodeSays(name, m.Published(tier, step, None)) if self._orders.get((tier, step)) == name:
                 self.durable_step = max(self.durable_step, step)
-            case e.DurableFound(durable):
+            case e.DurableFound(durable) if durable is not None:
                 self.durable_step = durable.step
             case _:
                 pass

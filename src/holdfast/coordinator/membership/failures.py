@@ -477,10 +477,12 @@ class Inspection:
     views: list[m.WorkerView] = field(default_factory=list)
     stacks: dict[str, str] = field(default_factory=dict)
     unheard: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    """Workers that went on since they were seen."""
 
     def begin(self, nodes: set[str]) -> None:
         """Starts a new inspection of these nodes. Answers to an earlier one are ignored from now on."""
-        self.views, self.stacks, self.unheard = [], {}, nodes
+        self.views, self.stacks, self.unheard, self.moved = [], {}, nodes, set()
 
 
 def stalled(context: Context, name: str, view: m.WorkerView) -> None:
@@ -539,18 +541,34 @@ def inspected(context: Context, message: m.InspectReply) -> None:
     # Only members that are still inside count. One that parked while the others answered holds up nobody.
     for view in message.workers:
         worker = s.membership.workers.get(view.worker)
-        if worker is not None and worker.phase is WorkerPhase.MEMBER:
+        # One whose agent has not passed the generation on stands still for good reason: the order was lost, and is on its way
+        # again. It counts as not seen, or it would be ended for what the others wait for.
+        told = not context.mode.replaces_one or view.formed >= s.membership.number
+        if worker is not None and worker.phase is WorkerPhase.MEMBER and told:
             inspection.views.append(view)
+            inspection.moved.discard(view.worker)
             inspection.unheard.discard(worker.node)
     inspection.stacks.update(message.stacks)
     if not inspection.unheard:
         judge(context)
 
 
+def moved(context: Context, worker: Worker) -> None:
+    """A member joined or committed a step. Where it stood when its agent was asked names nobody any more."""
+    # An agent's messages keep their order: what comes after its answer happened after it.
+    if context.state.deadlines.is_set(Timer.INSPECT):
+        context.transient(Inspection).moved.add(worker.name)
+
+
 def judge(context: Context) -> None:
     """Decides which workers cause a hang, when all nodes have answered or the time for their answers is over."""
     s, inspection = context.state, context.transient(Inspection)
     s.deadlines.clear(Timer.INSPECT)
+    # Their nodes count as not heard: nobody can be compared with a member that is somewhere else by now.
+    inspection.unheard |= {
+        s.membership.workers[v.worker].node for v in inspection.views if v.worker in inspection.moved
+    }
+    inspection.views = [v for v in inspection.views if v.worker not in inspection.moved]
     allowed = {v.worker: _allowed_s(context, v) for v in inspection.views}
     ranks = {x.worker: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
     find = policy.find_culprits if context.mode.replaces_one else policy.find_culprits_by_position

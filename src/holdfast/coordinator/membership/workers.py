@@ -59,6 +59,7 @@ def joined(context: Context, worker: Worker, message: m.Joined) -> None:
     # Late news of an earlier generation must not close the incident of this one, or its report would show times that
     # belong to no restore.
     if membership.generation and message.generation == membership.generation.number:
+        failures.moved(context, worker)
         incidents.on_joined(context.state, context.now, message)
         resize.connected(context, message)
         wall_time.joined(context.state, message)
@@ -141,6 +142,8 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
     if current is None or message.generation != current.number:
         return
     if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
+        if worker.committed is None or message.committed > worker.committed:
+            failures.moved(context, worker)
         worker.committed = message.committed
         if message.spent or message.losses:  # most reports of a large job bring neither
             context.request(CompareSteps(worker, message))

@@ -59,6 +59,12 @@ class AgentConnections:
         # message, and stays below one.
         socket = web.WebSocketResponse(max_msg_size=16 << 20, autoping=True)
         await socket.prepare(request)
+        return await self.talk(socket, request.transport)
+
+    async def talk(
+        self, socket: web.WebSocketResponse, transport: asyncio.Transport | None
+    ) -> web.WebSocketResponse:
+        """Serves an open connection until it ends."""
         # Nothing is done for a connection before it has said who it is. The token was proved at the listener;
         # this is the second step, and strangers never come so far.
         hello = await self._first(socket)
@@ -72,7 +78,7 @@ class AgentConnections:
             self._superseded()
             await socket.close(code=WSCloseCode.POLICY_VIOLATION)
             return socket
-        line = AgentQueue(hello.node, hello.session, request.transport)
+        line = AgentQueue(hello.node, hello.session, transport)
         ended = False
         sender = asyncio.create_task(drain(line, socket, code=lambda: self.closes_with))
         try:

@@ -180,13 +180,16 @@ class Anchor(msgspec.Struct, frozen=True):
 
 
 class CoreClock:
-    """Call it for the time now. anchor: the newest of the coordinator before, None for a new job.
+    """Call it for the time now. anchor: the newest of the coordinator before, None for a new job. steady: this machine's own clock.
 
     No event of the state that goes with the anchor is later than the anchor, so a clock that begins there or later never
     goes back.
     """
 
-    def __init__(self, anchor: Anchor | None, boot: str | None = None) -> None:
+    def __init__(
+        self, anchor: Anchor | None, boot: str | None = None, steady: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.steady = steady
         self._boot = boot_id() if boot is None else boot
         if anchor is None:
             self._offset_s = 0.0
@@ -196,15 +199,15 @@ class CoreClock:
             self._offset_s = anchor.now_s - anchor.steady_s
         else:  # UTC here may be behind: then no time has passed, rather than less than none
             passed_s = max(0.0, time.time() - anchor.utc_s)
-            self._offset_s = anchor.now_s + passed_s - time.monotonic()
+            self._offset_s = anchor.now_s + passed_s - steady()
         self.anchor = self.mark()
 
     def __call__(self) -> float:
-        return time.monotonic() + self._offset_s
+        return self.steady() + self._offset_s
 
     def mark(self) -> Anchor:
         """The time now, for the next coordinator: to be kept with every state."""
-        steady_s = time.monotonic()
+        steady_s = self.steady()
         return Anchor(steady_s + self._offset_s, time.time(), self._boot, steady_s)
 
 
@@ -257,7 +260,7 @@ class DecisionLoop:
         self.seq = ledger_file.store.last_seq()
         """Number of the ledger's newest entry."""
         self._validates = os.environ.get(VALIDATE_VARIABLE) == "1"
-        self._inbox = Inbox()
+        self._inbox = Inbox(clock.steady)
         self._starving = Starving(core.timing.heartbeat_s)
         self._tick: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
@@ -320,7 +323,7 @@ class DecisionLoop:
             waiting = await self._inbox.take()
             # Read here: what came in before `leave` is in this batch, or was in one before it.
             last = self._leaving
-            now_s = time.monotonic()
+            now_s = self.clock.steady()
             # What waited here has aged, and the core measures stalls with these ages. Without this a slow
             # disk would look like slow training.
             events = [w.aged(now_s) for w in waiting]

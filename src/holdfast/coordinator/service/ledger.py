@@ -56,12 +56,14 @@ class Ledger:
         open_store: Callable[[], Store],
         trouble: Callable[[str | None], None],
         also: Callable[[int, LedgerBatch], None] = lambda number, batch: None,
+        thread: Callable[[str], SideThread] | None = None,
     ) -> None:
         """shared: as for `Store`; then nobody else may open the file, and it is read between two writes.
 
         open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now. also: is given each batch with its
-        number, before it is written.
+        number, before it is written. thread: starts one by its name; None: a `SideThread`.
         """
+        thread = thread or SideThread
         self._path, self._open, self._trouble, self._also = path, open_store, trouble, also
         # Opened at once, on the loop's thread: a ledger that cannot be opened at the start must fail the
         # start, and not the first write.
@@ -74,10 +76,10 @@ class Ledger:
         self._under_way: LedgerBatch | None = None
         # One thread for writing: SQLite's connection is used by one at a time, and batches keep their order
         # without a lock.
-        self._pen = SideThread("ledger")
+        self._pen = thread("ledger")
         # On a shared file system a second connection would need shared memory between processes, which does
         # not exist there, so reading takes turns with writing.
-        self._eye = self._pen if shared else SideThread("ledger-reader")
+        self._eye = self._pen if shared else thread("ledger-reader")
         self._shared = shared
         self._writing: asyncio.Task[None] | None = None
         self.why: str | None = None

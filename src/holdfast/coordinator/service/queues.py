@@ -7,7 +7,6 @@ kept, and reports of progress are added up per worker.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class QueuedEvent:
 
     event: ev.Event
     came_s: float
-    """When it came, on CLOCK_MONOTONIC."""
+    """When it came, on the inbox's clock."""
     line: Any = None
     """Of the agent that it came by; None: it came by none."""
     done: asyncio.Future[None] | None = None
@@ -59,7 +58,8 @@ class QueuedEvent:
 class Inbox:
     """Events that are queued and not taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._waiting: list[QueuedEvent] = []
         self._count = 0
         self._heard: set[str] = set()
@@ -75,7 +75,7 @@ class Inbox:
                 if not left:
                     return None
                 event = ev.WorkersSay(event.node, left)
-            waiting = QueuedEvent(event, time.monotonic(), line)
+            waiting = QueuedEvent(event, self._clock(), line)
             for at, report in enumerate(event.reports):
                 if isinstance(report.message, m.Progress):
                     self._progress[report.worker] = waiting, at
@@ -94,7 +94,7 @@ class Inbox:
                 # move that event to another session.
                 self._heard.clear()
                 self._progress.clear()
-            waiting = QueuedEvent(event, time.monotonic(), line)
+            waiting = QueuedEvent(event, self._clock(), line)
             self._count += 1
         self._waiting.append(waiting)
         self._news.set()

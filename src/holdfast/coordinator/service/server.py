@@ -14,10 +14,11 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import WSCloseCode, web
@@ -74,16 +75,28 @@ class Coordinator:
     """One job's coordinator. `serve` returns when the job is over. The process ends there where another takes its place."""
 
     def __init__(
-        self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0, copies: int = 0, machine: str = ""
+        self,
+        job_dir: Path,
+        spec: JobSpec,
+        resume: Resume,
+        term: int = 0,
+        copies: int = 0,
+        machine: str = "",
+        *,
+        steady: Callable[[], float] = time.monotonic,
+        thread: Callable[[str], SideThread] = SideThread,
+        exit_now: Callable[[int], NoReturn] = logs.exit_now,
     ) -> None:
         """term: of leadership, where coordinators on several machines could be; 0: there is one machine. copies: of the ledger, which
-        agents keep. machine: this one's lasting identity; empty: not known.
+        agents keep. machine: this one's lasting identity; empty: not known. steady: its clock. thread: starts one for what may block,
+        by its name. exit_now: ends this process.
 
         Raises:
             sqlite3.Error: the ledger cannot be opened now.
         """
         self._job_dir, self._term, self._file_ends = job_dir, term, copies > 0
         self._token = read_stored_word(job_dir / "token")
+        self._exit_now = exit_now
         # A file on this machine alone may be opened by others here: `holdfast events` within its pod.
         path, shared = own_ledger(job_dir, term), bool(term) and not copies
         self._lines = AgentLines()
@@ -100,10 +113,11 @@ class Coordinator:
             open_store=lambda: Store(path, shared=shared),
             trouble=lambda why: self._loop.on_ledger_trouble(why),
             also=self._copies.on_batch,
+            thread=thread,
         )
         store = self._ledger.store
         saved = store.load()
-        self._clock = CoreClock(store.kept_as("clock", _anchors))
+        self._clock = CoreClock(store.kept_as("clock", _anchors), steady=steady)
         self._core = Core(spec, saved)
         keepers = store.kept_as(KEEPERS, _names) or []
         self._watchers = Watchers(StatusFeed(self._core.state, self._clock), keepers)
@@ -114,7 +128,7 @@ class Coordinator:
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
         self._memory = JobHistory(where, spec.name, self._no_history)
-        self._folder = SideThread("folder")
+        self._folder = thread("folder")
         self._gone = asyncio.Event()
         self._loop = DecisionLoop(
             core=self._core,
@@ -170,10 +184,6 @@ class Coordinator:
             lifeline: a pipe whose end says that the launcher is gone.
             instance: its name, see `protocol.network.endpoint`; empty: one is made up.
         """
-        # Before anything is answered or written: another machine took over while this process was starting.
-        if newest_term(self._job_dir) > self._term:
-            _log.warning("another coordinator took over before this one served", extra={"term": self._term})
-            logs.exit_now(EXIT_SUPERSEDED)
         where = Endpoint(
             host=host,
             port=listener.getsockname()[1],
@@ -200,12 +210,7 @@ class Coordinator:
         app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all(), *page.routes()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
-        deciding = asyncio.create_task(self._loop.decide_all())
-        # The past is handled before the address is published, so that the first agent finds a core that knows
-        # where the job stands.
-        self._take_over()
-        _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
-        unwritten = self._write_where(where)
+        self.begin(where)
         assert runner.server is not None
         entrance = Entrance(
             listener, self._token, where, runner.server, scrape_token=scrape_token, sessions=page.sessions
@@ -218,34 +223,53 @@ class Coordinator:
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
-        publishing = asyncio.create_task(self._keep_published(where, unwritten))
-        watching = asyncio.create_task(self._watch_term()) if self._term else None
+        await self.run(entrance)
+        page.news.end()
+        await self.farewell()
+        entrance.close()
+        await runner.cleanup()
+        await self.close()
+
+    def begin(self, where: Endpoint) -> None:
+        """Begins to decide, and publishes the address at which it is about to serve."""
+        # Before anything is answered or written: another machine took over while this process was starting.
+        if newest_term(self._job_dir) > self._term:
+            _log.warning("another coordinator took over before this one served", extra={"term": self._term})
+            self._exit_now(EXIT_SUPERSEDED)
+        self._deciding = asyncio.create_task(self._loop.decide_all())
+        # The past is handled before the address is published, so that the first agent finds a core that knows
+        # where the job stands.
+        self._take_over()
+        _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
+        self._beside = [asyncio.create_task(self._keep_published(where, self._write_where(where)))]
+        if self._term:
+            self._beside.append(asyncio.create_task(self._watch_term()))
+
+    async def run(self, entrance: Entrance) -> None:
+        """Returns when the job is over and its report is written. entrance: by which others come in."""
         over = asyncio.create_task(self._loop.over.wait())
         leaves = asyncio.create_task(self._leaves.wait())
         # If the deciding task raised, this process ends with it. A coordinator that answers but decides
         # nothing would look healthy to everybody who watches it.
+        deciding = self._deciding
         await asyncio.wait([over, deciding, leaves], return_when=asyncio.FIRST_COMPLETED)
         if deciding.done():
             deciding.result()
         if self._leaves.is_set() and not self._loop.over.is_set():
             await self._hand_over(entrance, deciding)
-        leaves.cancel()
-        publishing.cancel()
-        if watching is not None:
-            watching.cancel()
+        for task in (leaves, *self._beside):
+            task.cancel()
         if self.superseded:
             # Without cleaning up: closing the ledger or a connection properly would write or send something,
             # and both belong to the successor by now.
-            logs.exit_now(EXIT_SUPERSEDED)
+            self._exit_now(EXIT_SUPERSEDED)
         _log.info("the job has ended", extra={"outcome": self.outcome})
         await self._write_report()
-        page.news.end()
-        await self._take_leave()
-        await self._linger()
-        entrance.close()
-        await runner.cleanup()
+
+    async def close(self) -> None:
+        """Ends what is left when nobody is served any more."""
         await self._memory.close()
-        deciding.cancel()
+        self._deciding.cancel()
         self._copies.close()
         # Last of all, since everything above may still write an entry.
         if not await self._ledger.close(0.0 if self._loop.unwritten else LAST_S):
@@ -290,6 +314,11 @@ class Coordinator:
         _log.warning("another coordinator took over; this one ends immediately", extra={"term": self._term})
         self.superseded = True
         self._loop.over.set()
+
+    async def farewell(self) -> None:
+        """Says goodbye at the end of the job."""
+        await self._take_leave()
+        await self._linger()
 
     async def _take_leave(self) -> None:
         """Agents and watchers read their last messages and close by themselves; aiohttp's own cleanup would cut them off in
@@ -361,7 +390,7 @@ class Coordinator:
             _log.error("handing over without the ledger's last entries: %s", self._ledger.why)
         _log.info("handed over", extra={"seq": self._loop.seq})
         # Without aiohttp's cleanup, which would wait for those who only listen.
-        logs.exit_now(EXIT_HANDED_OVER)
+        self._exit_now(EXIT_HANDED_OVER)
 
     def _count_requests(self) -> Any:
         """Counts requests that wait for an answer, and sends those that come too late to the next coordinator."""
