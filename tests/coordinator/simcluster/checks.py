@@ -782,7 +782,7 @@ def _is_heartbeat(event: e.Event) -> bool:
 
 
 def _is_progress(event: e.Event) -> bool:
-    return isinstance(event, e.WorkersSay) and all(isinstance(r.message, m.Progress) for r in event.reports)
+    return isinstance(event, e.WorkersSay) and any(isinstance(r.message, m.Progress) for r in event.reports)
 
 
 def _listed(value: object) -> list[object]:

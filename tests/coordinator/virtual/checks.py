@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
-from simcluster.checks import Checks, Violation, _is_heartbeat, _is_progress
+from simcluster.checks import Checks, Violation, _is_heartbeat
 
 from holdfast.agent.coordinator_link import ANSWER_S
 from holdfast.coordinator.kernel import events as e
@@ -63,8 +63,9 @@ class VirtualChecks(Checks):
         told_s, before, heard_s = self._heard_s, self._heard, self._heard_s
         for event in events:
             # Steps that were made while the order to break waited for the disk are of the stall.
-            if _is_progress(event) and self._runs:
-                told_s = max(told_s, self.cluster.clock.now - event.message.age_s)
+            if isinstance(event, e.WorkersSay) and self._runs:
+                ages = [r.age_s + event.waited_s for r in event.reports if isinstance(r.message, m.Progress)]
+                told_s = max([told_s, *(self.cluster.clock.now - age_s for age_s in ages)])
         # What an event has the core order may be out of date by a later event of its batch.
         self._batch = events
         self._just_joined = {event.hello.node for event in events if isinstance(event, e.NodeJoined)}

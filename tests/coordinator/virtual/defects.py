@@ -81,15 +81,11 @@ DEFECTS = (
             (
                 agents.AgentConnections,
                 "talk",
-                "frame.type is WSMsgType.BINARY and self._lines.by_node.get(line.node) is line",
+                "frame.type is WSMsgType.BINARY and self._speaks(line)",
                 "frame.type is WSMsgType.BINARY",
             ),
-            (
-                agents.AgentConnections,
-                "_on_frame",
-                "if self._lines.by_node.get(line.node) is line:",
-                "if True:",
-            ),
+            (agents.AgentConnections, "_on_frame", "if not self._speaks(line):", "if False:"),
+            (agents.AgentConnections, "_on_reports", "if reports and self._speaks(line):", "if reports:"),
         ),
         "speaks that was replaced",
         12,
