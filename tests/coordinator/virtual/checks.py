@@ -157,8 +157,9 @@ class Invariants:
     def decided(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:
         """A batch was decided. None of its orders may leave before its page is written."""
         self._orders = {id(a.message): a.message for a in actions if isinstance(a, e.Send)}
-        self._decided = msgspec.msgpack.encode(core.state)
-        self._stands[self._decided] = (core.state.membership.number, core.state.membership.committed)
+        if self._orders:
+            self._decided = msgspec.msgpack.encode(core.state)
+            self._stands[self._decided] = (core.state.membership.number, core.state.membership.committed)
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "node-lost":
                 self._lost_node(str(action.fields["node"]), str(action.fields["cause"]))
