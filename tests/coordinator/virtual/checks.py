@@ -108,6 +108,7 @@ class Invariants:
         self.cluster = cluster
         self._orders: dict[int, m.ToAgent] = {}
         self._decided = b""
+        self._newest: Coordinator | None = None
         self._written = b""
         self._stands: dict[bytes, tuple[int, int]] = {}
         self._seq = 0
@@ -141,6 +142,10 @@ class Invariants:
 
         coordinator._ledger._open = reopened
 
+    def superseded(self) -> None:
+        """The ledger was copied for another one: what is written into the old file from now on is lost on purpose."""
+        self._newest = None
+
     def _watch(self, coordinator: Coordinator, store: Any) -> None:
         write = store.write
 
@@ -149,7 +154,9 @@ class Invariants:
             if coordinator is not self._newest:
                 return  # another one goes on from a copy
             self._written = batch.kept.get(SNAPSHOT, self._written)
-            self._committed = self._stands.pop(self._written, self._committed)
+            if SNAPSHOT in batch.kept:
+                # Of a state that ordered nothing it is not known: a first start may have been taken back.
+                self._committed = self._stands.get(self._written, (0, 0))
             self._seq = max([self._seq, *(entry.seq for entry in batch.entries)])
 
         store.write = wrote
