@@ -109,6 +109,7 @@ class Invariants:
         self.cluster = cluster
         self._orders: dict[int, m.ToAgent] = {}
         self._decided = b""
+        self._newest: Coordinator | None = None
         self._written = b""
         self._stands: dict[bytes, tuple[int, int]] = {}
         self._seq = 0
@@ -142,6 +143,10 @@ class Invariants:
 
         coordinator._ledger._open = reopened
 
+    def superseded(self) -> None:
+        """The ledger was copied for another one: what is written into the old file from now on is lost on purpose."""
+        self._newest = None
+
     def _watch(self, coordinator: Coordinator, store: Any) -> None:
         write = store.write
 
@@ -150,7 +155,9 @@ class Invariants:
             if coordinator is not self._newest:
                 return  # another one goes on from a copy
             self._written = batch.kept.get(SNAPSHOT, self._written)
-            self._committed = self._stands.pop(self._written, self._committed)
+            if SNAPSHOT in batch.kept:
+                # Of a state that ordered nothing it is not known: a first start may have been taken back.
+                self._committed = self._stands.get(self._written, (0, 0))
             self._seq = max([self._seq, *(entry.seq for entry in batch.entries)])
 
         store.write = wrote
@@ -158,8 +165,9 @@ class Invariants:
     def decided(self, events: Sequence[e.Event], actions: list[e.Action], core: Core) -> None:
         """A batch was decided. None of its orders may leave before its page is written."""
         self._orders = {id(a.message): a.message for a in actions if isinstance(a, e.Send)}
-        self._decided = msgspec.msgpack.encode(core.state)
-        self._stands[self._decided] = (core.state.membership.number, core.state.membership.committed)
+        if self._orders:
+            self._decided = msgspec.msgpack.encode(core.state)
+            self._stands[self._decided] = (core.state.membership.number, core.state.membership.committed)
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "node-lost":
                 self._lost_node(str(action.fields["node"]), str(action.fields["cause"]))

@@ -329,6 +329,7 @@ class VirtualService:
         else:
             # Its process lives, and has its file locked. Nobody writes meanwhile: here the copy takes no time.
             (job_dir / f"job-{term}.sqlite").write_bytes(store.copy())
+        self.cluster.invariants.superseded()
         old, self.process, self.machine, self.term = self.doors[self.machine], None, machine, term
         self._dies_at = 0
         for process in self.processes:
