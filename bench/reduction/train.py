@@ -57,8 +57,8 @@ def rank_main(
 
     def step(gradients: Gradients) -> float:
         nonlocal index
-        group.channel.send(index, (0.0, 0.0, 0.0))
-        group.channel.receive(index, [(0.0, 0.0, 0.0)])
+        group.channel.send_vote(index, (1.0, 0.0, 0.0))
+        group.channel.receive_vote(index, [(1.0, 0.0, 0.0)])
         began = time.perf_counter()
         gradients.begin()
         gradients.expect(micro_batches, rank, world)

@@ -200,6 +200,27 @@ def test_two_that_wait_for_each_other_are_a_pair_of_which_one_is_taken():
     assert find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks).workers == ("b", "d")
 
 
+def test_a_result_that_is_lost_on_its_way_down_a_tree_does_not_accuse_those_below():
+    """Ranks 1 and 2 are children of rank 0, and 3 to 6 of those; rank 1 did not get the result of the vote."""
+    ranks = {worker: rank for rank, worker in enumerate("abcdefg")}
+    ahead = [
+        view(w, Phase.REDUCE, committed=8, waits_for=to) for w, to in (("a", 1), ("c", 0), ("f", 2), ("g", 2))
+    ]
+    below = [
+        view("b", Phase.VOTE, waits_for=0),
+        view("d", Phase.VOTE, waits_for=1),
+        view("e", Phase.VOTE, waits_for=1),
+    ]
+    verdict = find_culprits([*ahead, *below], dict.fromkeys(ranks, 3.0), {}, ranks=ranks)
+    assert verdict.workers == ("b",)
+    # A word that is lost on its way up leaves the two ends of one edge waiting for each other, and no other pair.
+    there = [
+        view(w, Phase.VOTE, waits_for=to) for w, to in zip("abcdefg", (1, 3, 0, 1, 1, 2, 2), strict=True)
+    ]
+    verdict = find_culprits(there, dict.fromkeys(ranks, 3.0), {}, ranks=ranks)
+    assert (verdict.workers, verdict.one_of) == (("b", "d"), True)
+
+
 def test_who_fetches_its_state_is_not_the_one_that_does_not_serve():
     """Rank 2 fetches from rank 0; both donors wait for it to connect."""
     ranks = {"a": 0, "b": 1, "c": 2}

@@ -103,7 +103,7 @@ train/step:Step.__iter__ by Step
 train/step:Step.backward by Step
     train/step:Step._say_weight
         train/replica:Replica.send_weights
-            train/control_channel:ControlChannel.send
+            train/control_channel:MeshChannel.send by send_weights
     train/replica:Replica.backward
         train/reduction:GradientSum.before_backward
         train/reduction:GradientSum.last
@@ -126,7 +126,7 @@ train/step:Step.apply by Step
         train/reduction:BucketedSum.check_sealed
     train/step:Step._scale
         train/replica:Replica.receive_weights
-            train/control_channel:ControlChannel.receive
+            train/control_channel:MeshChannel.receive by receive_weights
     train/replica:Replica.reduce
         train/reduction:GradientSum.flush
         train/reduction:GradientSum.finish
@@ -145,8 +145,8 @@ train/step:Step.apply by Step
     train/replica:Replica.vote
         train/link:Link.yielding
         train/snapshots:StateSnapshots.due
-        train/control_channel:ControlChannel.send
-        train/control_channel:ControlChannel.receive
+        train/control_channel:MeshChannel.send by send_vote
+        train/control_channel:MeshChannel.receive by receive_vote
     train/replica:Transaction.commit
         train/replica:Replica.begin_update
             train/held_state:HeldState.before_update

@@ -17,8 +17,9 @@ TOKEN = "secret"
 
 
 class Cluster:
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, fan_out: int | None = None) -> None:
+        """fan_out: of a tree; None: a mesh."""
+        self.size, self.fan_out = size, fan_out
         self.listeners = [ChannelListener("127.0.0.1", TOKEN, f"w{rank}") for rank in range(size)]
         self.pool = ThreadPoolExecutor(size)
 
@@ -40,7 +41,7 @@ class Cluster:
         )
 
     def group(self, generation: Generation, rank: int) -> GenerationGroup:
-        return GenerationGroup(generation, rank, "127.0.0.1", self.listeners[rank])
+        return GenerationGroup(generation, rank, "127.0.0.1", self.listeners[rank], fan_out=self.fan_out)
 
     def join(self, number: int) -> list[GenerationGroup]:
         generation = self.generation(number)

@@ -17,7 +17,7 @@ from cluster import TOKEN, Cluster
 
 from holdfast.errors import CollectiveFault
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.control_channel import ChannelStore, ControlChannel
+from holdfast.train.control_channel import MeshChannel, MeshStore
 
 SOON_S = 1.5
 """Joining takes milliseconds; a connection that is waited for would add seconds."""
@@ -34,7 +34,7 @@ def cluster():
 def joined(cluster, number):
     """The meshes of a generation, connected. Tells how long that took, too."""
     generation = cluster.generation(number)
-    meshes = [ControlChannel(generation, rank) for rank in range(cluster.size)]
+    meshes = [MeshChannel(generation, rank) for rank in range(cluster.size)]
     began = time.monotonic()
     try:
         list(cluster.pool.map(lambda m: m.connect(cluster.listeners[m.rank], TOKEN), meshes))
@@ -112,12 +112,12 @@ def test_a_member_of_another_generation_with_the_same_number_is_not_taken(cluste
     ours = cluster.generation(1)
     theirs, made = msgspec.structs.replace(ours, start=9), []
     for generation, message in ((ours, 1.0), (theirs, 2.0)):
-        meshes = [ControlChannel(generation, rank) for rank in (1, 2)]
+        meshes = [MeshChannel(generation, rank) for rank in (1, 2)]
         list(cluster.pool.map(lambda mesh: mesh.connect(cluster.listeners[mesh.rank], TOKEN), meshes))
         for mesh in meshes:
             mesh.send(1, (message, 0.0, 0.0))
         made += meshes
-    made.append(ControlChannel(ours, 0))
+    made.append(MeshChannel(ours, 0))
     made[-1].connect(cluster.listeners[0], TOKEN)
     assert [message[0] for message in made[-1].receive(1, [(0.0, 0.0, 0.0)])] == [0.0, 1.0, 1.0]
     for mesh in made:
@@ -233,7 +233,7 @@ def test_who_listens_in_a_members_place_is_shown_nothing_of_use(cluster, says):
         first = Member(
             rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
         )
-        mesh = ControlChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
+        mesh = MeshChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
         with pytest.raises(CollectiveFault, match=r"cannot reach rank 0 on n0.*where w0 listened"):
             mesh.connect(cluster.listeners[1], TOKEN)
         listening.result()
@@ -250,7 +250,7 @@ def test_a_break_frees_who_waits_for_an_answer(cluster):
         first = Member(
             rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
         )
-        mesh = ControlChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
+        mesh = MeshChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
         joining = cluster.pool.submit(mesh.connect, cluster.listeners[1], TOKEN)
         sock, _ = server.accept()
         with sock:
@@ -266,7 +266,7 @@ def test_a_member_that_comes_for_a_generation_that_broke_is_let_go(cluster):
     cluster.listeners[0].release(1)
     generation = cluster.generation(1, ranks=[0, 1])
     with pytest.raises(CollectiveFault):
-        ControlChannel(generation, 1).connect(cluster.listeners[1], TOKEN)
+        MeshChannel(generation, 1).connect(cluster.listeners[1], TOKEN)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -277,7 +277,7 @@ def test_large_values_cross(count):
     with joined(cluster, 1) as (meshes, _):
 
         def share(mesh):
-            store = ChannelStore(mesh)
+            store = MeshStore(mesh)
             store.set(f"key-{mesh.rank}", bytes([mesh.rank]) * size)
             values = [store.get(f"key-{rank}") for rank in range(count)]
             store.finish()

@@ -1,4 +1,4 @@
-"""Groups of real workers as threads of one process: each has its own mesh and its own gloo."""
+"""Groups of real workers as threads of one process: each has its own control channel and its own gloo."""
 
 import contextlib
 import ctypes
@@ -21,19 +21,30 @@ from holdfast.train.reduction import GradientSum
 SYN_SENT = 2
 
 
+@pytest.fixture(params=[None, 1, 2], ids=["mesh", "chain", "tree"])
+def cluster(request):
+    made = Cluster(3, request.param)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def cluster():
+def mesh():
     made = Cluster(3)
     yield made
     made.close()
+
+
+def says(channel, message):
+    """Says it to all, and what all have said, by rank."""
+    return list(channel.exchange(5, message, True))
 
 
 def test_words_arrive_in_the_order_of_the_ranks(cluster):
     groups = cluster.join(1)
 
     def talk(group):
-        group.channel.send(5, (float(group.rank), 1.0, 0.5))
-        return group.channel.receive(5, [(float(group.rank), 1.0, 0.5)])
+        return says(group.channel, (float(group.rank), 1.0, 0.5))
 
     expected = [(float(r), 1.0, 0.5) for r in range(3)]
     assert cluster.each(talk, groups) == [expected] * 3
@@ -41,8 +52,8 @@ def test_words_arrive_in_the_order_of_the_ranks(cluster):
         group.close()
 
 
-def test_a_rank_at_another_step_is_noticed(cluster):
-    groups = cluster.join(1)
+def test_a_rank_at_another_step_is_noticed(mesh):
+    groups = mesh.join(1)
 
     def talk(group):
         step = 6 if group.rank == 1 else 5
@@ -51,7 +62,7 @@ def test_a_rank_at_another_step_is_noticed(cluster):
             group.channel.receive(step, [(0.0, 0.0, 0.0)])
         return True
 
-    assert all(cluster.each(talk, groups))
+    assert all(mesh.each(talk, groups))
     for group in groups:
         group.close()
 
@@ -69,8 +80,8 @@ def test_gloo_sums_over_the_group(cluster):
         group.close()
 
 
-def test_a_broken_mesh_frees_who_waits(cluster):
-    groups = cluster.join(1)
+def test_a_broken_mesh_frees_who_waits(mesh):
+    groups = mesh.join(1)
     waiting = threading.Event()
 
     def wait(group):
@@ -83,7 +94,7 @@ def test_a_broken_mesh_frees_who_waits(cluster):
             group.channel.receive(1, [(0.0, 0.0, 0.0)])
         return "free"
 
-    assert cluster.each(wait, groups) == ["free", "free", "silent"]
+    assert mesh.each(wait, groups) == ["free", "free", "silent"]
     for group in groups:
         group.abort()
         group.close()

@@ -1,5 +1,6 @@
 """Collectives of a replica's own, by threads of one process, against what they must give."""
 
+import logging
 import os
 import socket
 import threading
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from holdfast.errors import CollectiveFault
+from holdfast.errors import CollectiveFault, UsageError
 from holdfast.protocol.network.sockets import CONGESTION, unpace
 from holdfast.train import gloo_group as wires_module
 from holdfast.train.gloo_group import (
@@ -18,6 +19,7 @@ from holdfast.train.gloo_group import (
     _addresses,
     _gloo,
     _key,
+    check_size,
     sockets_here,
     with_socket,
 )
@@ -223,3 +225,22 @@ def test_a_socket_that_is_not_connected_is_left_alone():
     with socket.socket() as alone, one, other:
         unpace(alone)
         unpace(one)
+
+
+def test_a_group_that_is_too_large_for_gloo_is_refused_and_a_large_one_is_logged_once(caplog):
+    for size, said in ((64, []), (65, [logging.WARNING]), (256, [logging.WARNING])):
+        caplog.clear()
+        for rank in range(3):
+            check_size(rank, size)
+        assert [record.levelno for record in caplog.records] == said
+    with pytest.raises(
+        UsageError, match=r"257 workers.*256 are the most: give each worker a GPU.*fewer replicas"
+    ):
+        check_size(0, 257)
+
+
+def test_the_refusal_ends_the_job_and_is_no_fault_of_the_connections(monkeypatch):
+    monkeypatch.setattr(wires_module, "MOST_MEMBERS", 1)
+    monkeypatch.setattr(wires_module, "WARNS_ABOVE", 1)
+    with pytest.raises(UsageError, match="are the most"):
+        GlooGroup(0, 2, "127.0.0.1").connect(HashStore())

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from holdfast.errors import CollectiveFault
 from holdfast.train import gloo_group
-from holdfast.train.control_channel import ChannelStore
+from holdfast.train.control_channel import MeshStore
 from holdfast.train.gloo_group import GlooGroup
 
 GPU = torch.device("cuda", 0)
@@ -133,7 +133,7 @@ def test_a_key_that_a_group_sets_later_does_not_disturb_the_mesh():
 
     def talk(group):
         group.channel.connect(group._listener, "secret")
-        store = ChannelStore(group.channel)
+        store = MeshStore(group.channel)
         store.set(f"before-{group.rank}", "x")
         store.finish()
         store.set("exception_dump", "y")

@@ -89,6 +89,21 @@ def test_the_rank_whose_vote_comes_last_is_told(clock):
     assert [vote(watch, 5 + i, s) for i, s in enumerate([2, 3, 2, 0, 0])][-1].late == -1
 
 
+def test_who_is_known_to_have_voted_last_is_named_whomever_this_worker_waited_for(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("holdfast.train.step_report.perf_counter", lambda: clock[0])
+    watch, block = StepTimer(), None
+    for step in range(5):
+        watch.begin()
+        watch.enter(Phase.VOTE)
+        watch.wait_for(1)  # its parent, or child
+        clock[0] += 9.0
+        watch.wait_for(-1)
+        watch.late(6)
+        block = watch.commit(step, 1, 1.0, 1.0)
+    assert block.late == 6
+
+
 def test_what_a_replica_does_together_is_waiting(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("holdfast.train.step_report.perf_counter", lambda: now[0])

@@ -17,7 +17,7 @@ def summed(*values):
     """What each worker gives, in the order of the ranks."""
     given = [addends(v) for v in values]
     assert len({g.fingerprint for g in given}) == 1
-    return given[0].total([g.messages() for g in given])
+    return given[0].total(given[0].columns_of(g.messages() for g in given))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,7 +66,7 @@ def test_other_names_and_a_worker_that_makes_no_sum_are_told_apart():
         second.channel.send(3, (1.0, 0.0, 0.0))
         with pytest.raises(UsageError, match=r"rank 0 is in step\.sum\(\), and rank 1 is not"):
             first.channel.receive_heads(3 | OF_A_SUM, (0.0, 0.0, 1.0), [])
-        with pytest.raises(UsageError, match=r"rank 1 is not in step\.sum\(\), and rank 0 is"):
+        with pytest.raises(UsageError, match=r"rank 0 is in step\.sum\(\), and rank 1 is not"):
             second.channel.receive(3, [(1.0, 0.0, 0.0)])
     finally:
         for group in (first, second):

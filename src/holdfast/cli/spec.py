@@ -29,7 +29,7 @@ from holdfast.errors import TierError, UsageError
 from holdfast.health.ruleset import load_rules
 from holdfast.health.stragglers import SLOWER
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
-from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job import JobSpec, tree_fan_out
 from holdfast.protocol.job_options import HealthSpec
 from holdfast.protocol.machine.processes import text_of
 from holdfast.protocol.place import PLACE_VARIABLE, NodePlace, parse_place
@@ -90,6 +90,7 @@ def plan(given: RunOptions) -> JobSpec:
     spec = engine.plan(spec, own)
     check_text(spec)
     check_report(given.report)
+    tree_fan_out(os.environ)
     # Last, because these two look at things that change by themselves. The coordinator reports a port that another
     # program takes between here and its start.
     _check_port(given.port)

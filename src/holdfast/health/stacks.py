@@ -26,6 +26,8 @@ _LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
     ("torch/distributed/distributed_c10d.py", "", "", True),
     ("holdfast/train/control_channel.py", "_receive_one", "the words of the others", True),
     ("holdfast/train/control_channel.py", "", "connecting", True),
+    ("holdfast/train/tree_channel.py", "_read", "the words of the others", True),
+    ("holdfast/train/tree_channel.py", "", "connecting", True),
     ("holdfast/train/generation_group.py", "wait", "a reduction", True),
     ("holdfast/train/generation_group.py", "", "connecting", True),
     ("holdfast/train/link.py", "next_order", "the next generation", True),

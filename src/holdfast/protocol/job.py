@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from holdfast.errors import UsageError
 from holdfast.protocol.faults import FaultSpec
 from holdfast.protocol.job_options import HealthSpec, SlurmOptions, SshOptions, Timing
 from holdfast.protocol.place import NodePlace
@@ -21,6 +23,27 @@ LOG_KEPT_SHARE = 0.75
 
 REPLAY_VARIABLE = "HOLDFAST_REPLAY_EVERY"
 """The environment variable that tells a worker in how many steps one micro-batch is computed twice."""
+
+
+FAN_OUT_VARIABLE = "HOLDFAST_TREE_FAN_OUT"
+"""The environment variable with which also the members of a small job form a tree, of this fan-out: for tests."""
+
+
+def tree_fan_out(environment: Mapping[str, str]) -> int | None:
+    """What HOLDFAST_TREE_FAN_OUT says; None: nothing.
+
+    Raises:
+        UsageError: it is no whole number of 1 or more.
+    """
+    text = environment.get(FAN_OUT_VARIABLE, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise UsageError(
+            f"{FAN_OUT_VARIABLE}={text!r}: must be a whole number of 1 or more, for example 8; or unset it, since the workers "
+            "of a large job form a tree by themselves"
+        )
+    return int(text)
 
 
 # Written once, as spec.json, and read by every process of the job. It never changes: what a person changes

@@ -1,9 +1,12 @@
-"""The control channel: one TCP connection between every two members of a generation, for messages of a few bytes.
+"""The control channel: TCP connections between the members of a generation, for messages of a few bytes.
 
 It carries what must be quick and exact: the weights of the micro-batches, the vote that closes a step, and the addresses from
 which gloo builds its own connections. A tiny all-reduce over gloo costs milliseconds when the ranks share few cores; a message
 here costs one hop. Its addresses arrive with the generation, so there is no store server to lose and no key of another
 generation to read.
+
+Few members are a mesh, of one connection between every two (`MeshChannel`). Many are a tree (`tree_channel.TreeChannel`). A step
+talks of rounds, in which all members say something and hear of all, and does not know which of the two carries them.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import selectors
 import socket
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -25,14 +30,14 @@ from holdfast.protocol.network.listener import BACKLOG, AuthenticatingListener
 from holdfast.protocol.network.proof import ANSWER_CHARS, Question, answer_to
 from holdfast.protocol.network.sockets import listening
 from holdfast.protocol.wire.frames import Codec, body_of, missing, pack, read_exactly
+from holdfast.train.step_sum import Addends, ControlMessage, mismatch
 
 CONNECT_S = 5.0
 """Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""
 
-ControlMessage = tuple[float, float, float]
 _MESSAGE = struct.Struct("<Qddd")  # step, three numbers
 OF_A_SUM = 1 << 63
-"""Added to the step's number in messages of `Step.sum`: a member that makes no sum must not take them for weights."""
+"""Added to the step's number in a mesh's messages of `Step.sum`: a member that makes no sum must not take them for weights."""
 
 _TAG_KEY, _TAG_END = 1, 2
 _HEAD = struct.Struct("<BI")
@@ -119,42 +124,103 @@ class ChannelListener:
             self._news.notify_all()
 
 
-class ControlChannel:
+def not_all_in_sum(rank: int, other: int) -> UsageError:
+    """The error of all workers when one rank is in a `Step.sum` and another one is not."""
+    return UsageError(
+        f"rank {rank} is in step.sum(), and rank {other} is not: call it on every worker in the same steps, equally often "
+        "and in the same order; not on one rank only"
+    )
+
+
+class ControlChannel(ABC):
     """The connections of one generation.
 
-    Every member calls the same methods in the same order. A peer that is gone raises CollectiveFault in
-    whoever waits for it; `abort` (from another thread) raises it at once.
+    Every member calls the same methods in the same order: a round is begun by its `send_` and ended by its `receive_`, or is one
+    call, before the next begins. A peer that is gone raises CollectiveFault in whoever waits for it; `abort` (from another thread)
+    raises it at once.
 
     Attributes:
         waits: called with the rank that is waited for, and with -1 when nobody is. While members connect, those of lower
             rank are called, and of higher rank awaited.
+        late: called at the end of a vote with the rank whose word came last, where that is known of all members.
         reached: called when one more member is connected.
         fails_on_receive: what cannot be said raises nothing; hearing from that peer will.
     """
 
-    def __init__(self, generation: Generation, rank: int) -> None:
+    def __init__(
+        self, generation: Generation, rank: int, called: Sequence[int], awaited: Sequence[int]
+    ) -> None:
+        """called: the members of lower ranks that this one connects to. awaited: those of higher ranks that connect to it."""
         self._generation = generation
         self.rank = rank
         self.size = len(generation.members)
         self.waits: Callable[[int], None] = lambda rank: None
+        self.late: Callable[[int], None] = lambda rank: None
         self.reached: Callable[[], None] = lambda: None
+        self._called, self._awaited = called, awaited
         self._peers: dict[int, socket.socket] = {}
         self._aborted = False
         self.fails_on_receive = False
 
+    @abstractmethod
+    def store(self, labels: Callable[[Member], Sequence[str]]) -> ChannelStore:
+        """The store in which the generation's process groups find their members; once, after `connect`.
+
+        labels: the groups of a member. The keys of a group begin with its label and a slash, and only its members need them.
+        """
+
+    @abstractmethod
+    def send_weights(self, step: int, /, *messages: ControlMessage) -> None:
+        """Says to all members what this one's micro-batches weigh, their losses, and something that is to be the same everywhere."""
+
+    @abstractmethod
+    def receive_weights(
+        self, step: int, own: Sequence[ControlMessage], counts: Sequence[int] | None, /
+    ) -> Sequence[ControlMessage]:
+        """Messages of which `math.fsum` of the first numbers, and of the second ones, is that over all members' messages. The
+        third ones are more than one, if those of the members are.
+
+        Args:
+            own: what this member sent.
+            counts: number of messages of each member; None: one.
+        """
+
+    @abstractmethod
+    def exchange(self, step: int, message: ControlMessage, counts: bool) -> Sequence[ControlMessage]:
+        """The messages of all members by rank. counts: this one's is needed; of a member whose is not, it may be zeros."""
+
+    @abstractmethod
+    def sum(self, step: int, own: Addends, counts: bool) -> dict[str, Any]:
+        """The sums over all members. counts: this one's numbers are added; it says them in any case.
+
+        Raises:
+            UsageError: a member sums other names or shapes, or nothing.
+        """
+
+    @abstractmethod
+    def send_vote(self, step: int, message: ControlMessage, /) -> None:
+        """Says that this member holds the complete gradient: it is PREPARED. message: a one, and each not zero: whether the
+        generation is to end at this commit, and whether its state is to be saved."""
+
+    @abstractmethod
+    def receive_vote(self, step: int, own: Sequence[ControlMessage], /) -> Sequence[ControlMessage]:
+        """Returns when every member has voted. A number of the messages is not zero where any member's is not. own: what
+        this member sent."""
+
     def connect(self, listener: ChannelListener, token: str) -> None:
-        """Connects to the lower ranks and waits for the higher ones.
+        """Connects to its members of lower ranks and waits for those of higher ones.
 
         Raises:
             CollectiveFault: one cannot be reached, or does not prove that it is this member.
         """
         generation = self._generation
         about = (str(generation.number), generation.digest, str(self.rank))
-        # All lower ranks are called before any answer is awaited. Proofs are computed in the peers' listening
+        # All of lower ranks are called before any answer is awaited. Proofs are computed in the peers' listening
         # threads, in parallel; one after the other would cost a round trip for each member, at every
         # generation.
         asked = []
-        for member in self._generation.members[: self.rank]:
+        for lower in self._called:
+            member = generation.members[lower]
             question = Question(token, _server_name(member.worker), *about)
             with self._calling(member):
                 sock = self._call(member)
@@ -175,10 +241,10 @@ class ControlChannel:
                     )
                 sock.settimeout(None)
             self.reached()
-        # Lower ranks are called and higher ranks are awaited, so every pair has exactly one connection and
+        # Lower ranks are called and higher ranks are awaited, so two members have at most one connection and
         # nobody waits in a circle: rank 0 awaits only, and each rank's calls lead to ranks that already
         # listen.
-        for rank in range(self.rank + 1, self.size):
+        for rank in self._awaited:
             self.waits(rank)
             self._add(rank, listener.take(generation, rank))
             self.reached()
@@ -233,6 +299,37 @@ class ControlChannel:
         """Gives the descriptors back."""
         for sock in self.sockets():
             sock.close()
+
+
+class MeshChannel(ControlChannel):
+    """One connection between every two members: each message takes one hop."""
+
+    def __init__(self, generation: Generation, rank: int) -> None:
+        super().__init__(generation, rank, range(rank), range(rank + 1, len(generation.members)))
+
+    def store(self, labels: Callable[[Member], Sequence[str]]) -> ChannelStore:
+        """As in ControlChannel. All members get all keys, for each is one hop away."""
+        return MeshStore(self)
+
+    # ------------------------------------------------------------ rounds
+
+    def exchange(self, step: int, message: ControlMessage, counts: bool) -> list[ControlMessage]:
+        """As in ControlChannel."""
+        self.send(step, message)
+        return self.receive(step, [message])
+
+    def sum(self, step: int, own: Addends, counts: bool) -> dict[str, Any]:
+        """As in ControlChannel."""
+        messages, tag = own.messages(), step | OF_A_SUM
+        head = (own.fingerprint, float(len(messages)), float(counts))
+        self.send(tag, head, *messages)
+        heads = self.receive_heads(tag, head, messages)
+        # Compared before anything is added: with other names on one worker, all would sum different things
+        # and get the same bits.
+        for rank, (theirs, _) in enumerate(heads):
+            if theirs[0] != own.fingerprint:
+                raise mismatch(own.shapes, step, rank, self.rank)
+        return own.total(own.columns_of(said for theirs, said in heads if theirs[2]))
 
     # ------------------------------------------------------------ messages
 
@@ -298,16 +395,16 @@ class ControlChannel:
             raise CollectiveFault(f"lost rank {rank}: its connection closed")
         their_step, a, b, c = _MESSAGE.unpack(message)
         if (their_step ^ step) & OF_A_SUM:
-            here, there = ("is", "is not") if step & OF_A_SUM else ("is not", "is")
-            raise UsageError(
-                f"rank {self.rank} {here} in step.sum(), and rank {rank} {there}: call it on every worker in the "
-                "same steps, equally often and in the same order; not on one rank only"
-            )
+            raise not_all_in_sum(*((self.rank, rank) if step & OF_A_SUM else (rank, self.rank)))
         # The stream has no other frame than the step's number. If two members are at different steps, one has
         # committed what the other has not, and adding their messages up would hide it.
         if their_step != step:
             raise CollectiveFault(f"rank {rank} is at step {their_step}, this rank at {step}")
         return a, b, c
+
+    # These rounds are messages and nothing else, so they cost no call more.
+    send_weights = send_vote = send
+    receive_weights = receive_vote = receive
 
 
 class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
@@ -321,6 +418,24 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         self._channel = channel
         self._finished = False
         self._values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the keys have arrived."""
+        return all(k in self._values for k in keys)
+
+    def finish(self) -> None:
+        """Tells the others that no key follows, and waits until all have done so: from then on the channel carries messages."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """No more is needed, whether or not it was finished."""
+
+
+class MeshStore(ChannelStore):
+    """Sends every key to every peer."""
+
+    def __init__(self, channel: ControlChannel) -> None:
+        super().__init__(channel)
         self._ended: set[int] = set()
         self._unsent: dict[int, memoryview] = {}
         self._unread: dict[int, bytearray] = {rank: bytearray() for rank in channel._peers}
@@ -344,12 +459,8 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         """Waits for the keys. The timeout is not needed: a generation that breaks ends the wait."""
         self._move_until(lambda: all(k in self._values for k in keys))
 
-    def check(self, keys: list[str]) -> bool:
-        """Whether the keys have arrived."""
-        return all(k in self._values for k in keys)
-
     def finish(self) -> None:
-        """Tells the peers that no key follows, and waits until all have done so: from then on the channel carries messages."""
+        """As in ChannelStore."""
         self._finished = True
         self._send(_HEAD.pack(_TAG_END, 0))
         self._move_until(lambda: len(self._ended) == self._channel.size - 1)

@@ -30,6 +30,7 @@ what differs from gloo:
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import socket
@@ -47,8 +48,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
-from holdfast.errors import CollectiveFault
+from holdfast.errors import CollectiveFault, UsageError
 from holdfast.protocol.network.sockets import unpace
+
+_log = logging.getLogger(__name__)
 
 GPU_GROUPS = "HOLDFAST_GPU_GROUPS"
 """`gloo`: groups of workers on GPUs are gloo's in any case. `nccl`: they are NCCL's, also where workers share a GPU."""
@@ -72,6 +75,10 @@ SIGN_S = 0.5
 
 SUM_BLOCK = 1 << 16
 """Elements that are added up at a time, so that the sum so far stays in the cache."""
+
+WARNS_ABOVE, MOST_MEMBERS = 64, 256
+"""Members of one of gloo's groups. Each connects to every other one: with 8,000 that took 20 minutes (pull request 408 of
+pytorch/gloo)."""
 
 DRAIN = timedelta(milliseconds=200)
 """How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
@@ -146,6 +153,7 @@ class GlooGroup:
                         store, self.rank, self.size, self._wanted, GLOO_TIMEOUT, self._abortable
                     )
                 else:
+                    check_size(self.rank, self.size)
                     result = _gloo(store, self.rank, self.size, self._host)
             except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the control channel's; raised below
                 result = error
@@ -164,6 +172,8 @@ class GlooGroup:
                 self.waits()
         if not results:
             raise CollectiveFault("the generation broke while its members connected")
+        if isinstance(results[0], UsageError):
+            raise results[0]
         if isinstance(results[0], Exception):
             raise CollectiveFault(f"cannot connect: {first_line(results[0])}") from results[0]
         return results[0]
@@ -466,6 +476,28 @@ def add_up(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         for part in parts[1:]:
             total += part[low : low + SUM_BLOCK]
         out[low : low + SUM_BLOCK].copy_(total)
+
+
+def check_size(rank: int, size: int) -> None:
+    """Whether gloo can connect so many members. One that is large, but not too large, is logged by rank 0.
+
+    Raises:
+        UsageError: there are too many.
+    """
+    if size <= WARNS_ABOVE:
+        return
+    what = (
+        f"{size} workers of one group would be connected by gloo, each with every other one, after every change of the "
+        "membership"
+    )
+    cure = (
+        f"give each worker a GPU of its own, so that NCCL connects them (and unset {GPU_GROUPS} if it is gloo), or train with "
+        "fewer replicas"
+    )
+    if size > MOST_MEMBERS:
+        raise UsageError(f"{what}; {MOST_MEMBERS} are the most: {cure}")
+    if rank == 0:
+        _log.warning("%s: above %d that takes long; %s", what, WARNS_ABOVE, cure)
 
 
 def _gloo(store: Any, rank: int, size: int, host: str) -> Any:

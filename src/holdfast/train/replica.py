@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from holdfast.errors import JobStopped, NonFiniteGradient, StateLost, StepFault
 from holdfast.protocol import messages as m
+from holdfast.protocol.job import tree_fan_out
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 from holdfast.train.buffer_rules import Advice, BufferRules
 from holdfast.train.constants import Constants
@@ -30,11 +32,11 @@ from holdfast.train.reduction import Gradients
 from holdfast.train.replay import put_aside
 from holdfast.train.state_image import Protected
 from holdfast.train.step_report import CommittedStep, PhaseReport, ProgressReport
-from holdfast.train.step_sum import summed
+from holdfast.train.step_sum import addends
 
 if TYPE_CHECKING:
-    from holdfast.train.control_channel import ControlMessage
     from holdfast.train.sharding import Sharding
+    from holdfast.train.step_sum import ControlMessage
 
 _log = logging.getLogger(__name__)
 CHECKED_STEPS = 20
@@ -157,6 +159,7 @@ class Replica:
         self._has_committed = False
         self._checked = 0
         self._faults = faults
+        self._fan_out = tree_fan_out(os.environ)
         self._alone = alone
         self._record = link.record
         host = link.start.host
@@ -316,6 +319,7 @@ class Replica:
             listener=self._listener,
             replica=groups,
             device=self.device,
+            fan_out=self._fan_out,
         )
         if groups:
             groups.counts.say = lambda begun, stands: self.link.send(
@@ -329,8 +333,10 @@ class Replica:
             group.halt if groups else None,
             groups.run_to if groups else None,
         )
-        self._group.channel.waits, self._group.channel.reached = self._phases.wait_for, self._record.beat
-        self._group.join(self.link.token)
+        channel = group.channel
+        channel.waits, channel.late = self._phases.wait_for, self._phases.late
+        channel.reached = self._record.beat
+        group.join(self.link.token)
 
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""
@@ -475,24 +481,24 @@ class Replica:
 
     def send_weights(self, step: int, messages: Sequence[ControlMessage]) -> None:
         """Sends the weights of this worker's micro-batches to all members."""
-        self._group.channel.send(step, *messages)
+        self._group.channel.send_weights(step, *messages)
 
-    def receive_weights(self, step: int, own: Sequence[ControlMessage]) -> list[ControlMessage]:
-        """The weights of all members' micro-batches, in the order of the ranks. own: what this worker sent."""
+    def receive_weights(self, step: int, own: Sequence[ControlMessage]) -> Sequence[ControlMessage]:
+        """The weights of all members' micro-batches, as `ControlChannel.receive_weights`. own: what this worker sent."""
         counts = self.place.message_counts() if self.gradients.exact else None
-        return self._group.channel.receive(step, own, counts)
+        return self._group.channel.receive_weights(step, own, counts)
 
-    def exchange(self, step: int, message: ControlMessage) -> list[ControlMessage]:
-        """Sends one control message to every member; returns those of all members, in the order of the ranks."""
-        self._group.channel.send(step, message)
-        return self._group.channel.receive(step, [message])
+    def exchange(self, step: int, message: ControlMessage, counts: bool) -> Sequence[ControlMessage]:
+        """Sends one control message to every member; returns those of all members, in the order of the ranks. counts: as in
+        `ControlChannel.exchange`."""
+        return self._group.channel.exchange(step, message, counts)
 
     def sum(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """As `Step.sum`."""
         # A worker beside the replicas computes nothing, and of a tensor dimension all compute the same: they
         # say their numbers, and nobody counts them.
         counts = self.place.weighs and self.place.world.replica >= 0
-        total = summed(values, step, self._group.channel, counts)
+        total = self._group.channel.sum(step, addends(values), counts)
         self._phases.alive()
         return total
 
@@ -534,7 +540,7 @@ class Replica:
         self._group.intact()
         if shards == 1:
             return squares if squares >= 0 else math.nan
-        messages = self.exchange(step, (squares, 0.0, 0.0))
+        messages = self.exchange(step, (squares, 0.0, 0.0), self.place.rank < shards)
         # Ranks 0 to shards - 1 are one complete replica. All replicas hold the same sums, so one of them is
         # enough; adding all would count each square several times, and the members beside them hold nothing.
         total = sum(messages[rank][0] for rank in range(shards))  # of one replica: all have the same
@@ -556,12 +562,12 @@ class Replica:
         ends = 1.0 if self.link.yielding(self.place.generation) else 0.0
         saves = 1.0 if self.place.rank == 0 and self.state.snapshots.due(step + 1) else 0.0
         channel, message = self._group.channel, (1.0, ends, saves)
-        channel.send(step, message)
+        channel.send_vote(step, message)
         self._phases.alive()
         # A member votes once its gradient is complete. So whoever has heard all votes knows that each member
         # can make this update without another message from anybody: this is what makes the commit safe although
         # members may be lost in the next moment.
-        messages = channel.receive(step, [message])
+        messages = channel.receive_vote(step, [message])
         # Any member may ask, and all see the same messages, so all leave at the same commit.
         self._ends_here = any(e > 0 for _, e, _ in messages)
         if any(x > 0 for _, _, x in messages):

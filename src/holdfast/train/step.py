@@ -22,8 +22,8 @@ from holdfast.train.replica import Replica, StepStage, Transaction
 from holdfast.train.step_report import CommittedStep
 
 if TYPE_CHECKING:
-    from holdfast.train.control_channel import ControlMessage
     from holdfast.train.data_cursor import DataCursor
+    from holdfast.train.step_sum import ControlMessage
 
 
 class Batches(Protocol):
@@ -475,7 +475,7 @@ class Step:
         """Rank to digest, of all members who computed the micro-batch."""
         self._scale()
         message = (0.0, 0.0, 0.0) if own is None else (float(own >> 32), float(own & 0xFFFFFFFF), 1.0)
-        messages = self._replica.exchange(self.index, message)
+        messages = self._replica.exchange(self.index, message, own is not None)
         return {r: int(high) << 32 | int(low) for r, (high, low, is_one) in enumerate(messages) if is_one}
 
     # ------------------------------------------------------------ the commit

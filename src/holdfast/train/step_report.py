@@ -68,6 +68,11 @@ class StepTimer:
             self._longest = (now - since_s, before)
         self._wait = (rank, now)
 
+    def late(self, rank: int) -> None:
+        """The vote of this rank came last of all members'."""
+        # More than this worker can see by itself, whomever it has waited for.
+        self._longest = (math.inf, rank)
+
     def on_collective(self, begins: bool) -> None:
         """A collective of this worker's own replica begins, or has ended: what it takes is waiting, in whatever phase it
         comes."""
@@ -224,6 +229,10 @@ class PhaseReport:
         """This worker waits for the member with this rank; -1: for nobody."""
         self._record.wait_for(rank)
         self.timer.wait_for(rank)
+
+    def late(self, rank: int) -> None:
+        """The vote of this rank came last of all members'."""
+        self.timer.late(rank)
 
     def off_step(self, on: bool) -> None:
         """The script begins or ends work of its own between two steps, or after the last: then nobody waits for it."""

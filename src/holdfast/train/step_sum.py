@@ -1,8 +1,7 @@
-"""Sums of plain numbers over all workers, within a step: as messages of the control channel, of three numbers each.
+"""Sums of plain numbers over all workers, within a step: as they travel over the control channel.
 
-Every worker adds up all numbers in the order of the ranks, so all get the same bits. `math.fsum` rounds once. A list is sent as
-a few numbers whose sum is that of the list without any rounding (Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997,
-section 2.4). So a sum over lists does not depend on which worker had which number.
+`math.fsum` rounds once, so all workers get the same bits. A list is sent as a few numbers whose sum is that of the list without
+any rounding (`member_tree.without_rounding`). So a sum over lists does not depend on which worker had which number.
 """
 
 from __future__ import annotations
@@ -16,28 +15,24 @@ import torch
 import xxhash
 
 from holdfast.errors import UsageError
-from holdfast.train.control_channel import OF_A_SUM, ControlChannel, ControlMessage
+from holdfast.train.member_tree import without_rounding
+
+ControlMessage = tuple[float, float, float]
+"""What two members that are connected directly say to each other in one message."""
+
+Column = Sequence[float]
+"""Numbers that are added up to one."""
 
 MOST_NUMBERS = 1024
 """So few numbers fit into the buffers of every connection: nobody waits in `send` for one who waits in it as well."""
 
 
-def summed(values: Mapping[str, Any], step: int, channel: ControlChannel, counts: bool) -> dict[str, Any]:
-    """As `Step.sum`. counts: this worker's numbers are added; others say theirs, and nobody counts them."""
-    own = addends(values)
-    messages, tag = own.messages(), step | OF_A_SUM
-    head = (own.fingerprint, float(len(messages)), float(counts))
-    channel.send(tag, head, *messages)
-    heads = channel.receive_heads(tag, head, messages)
-    # Compared before anything is added: with other names on one worker, all would sum different things
-    # and get the same bits.
-    for rank, (theirs, _) in enumerate(heads):
-        if theirs[0] != own.fingerprint:
-            raise UsageError(
-                f"step {step}: step.sum({list(values)}) has different names or shapes on rank {rank} and on rank "
-                f"{channel.rank}; pass the same names and shapes on every worker"
-            )
-    return own.total(messages for theirs, messages in heads if theirs[2])
+def mismatch(values: Iterable[str], step: int, first: int, second: int) -> UsageError:
+    """The error of all workers when two ranks sum other things. values: the names of the one that raises it."""
+    return UsageError(
+        f"step {step}: step.sum({list(values)}) has different names or shapes on rank {first} and on rank "
+        f"{second}; pass the same names and shapes on every worker"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,12 @@ class Addends:
         flat += [0.0] * (-len(flat) % 3)
         return [(a, b, c) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
 
-    def total(self, reports: Iterable[Sequence[ControlMessage]]) -> dict[str, Any]:
-        """The sums of what every worker said, in the order of the ranks."""
+    def columns(self) -> list[Column]:
+        """What is added up: for each name one column, or for a tensor one for each of its elements."""
+        return self._columns({name: [numbers] for name, numbers in self.numbers.items()})
+
+    def columns_of(self, reports: Iterable[Sequence[ControlMessage]]) -> list[Column]:
+        """The columns of what every worker said, in the order of the ranks."""
         found: dict[str, list[list[float]]] = {name: [] for name in self.numbers}
         for messages in reports:
             flat = [x for message in messages for x in message]
@@ -75,14 +74,27 @@ class Addends:
                 count = int(flat[at])
                 found[name].append(flat[at + 1 : at + 1 + count])
                 at += 1 + count
-        return {name: self._sum(name, by_rank) for name, by_rank in found.items()}
+        return self._columns(found)
 
-    def _sum(self, name: str, by_rank: list[list[float]]) -> float | torch.Tensor:
-        shape = self.shapes[name]
-        if shape is None:
-            return _fsum([x for numbers in by_rank for x in numbers])
-        sums = [_fsum(column) for column in zip(*by_rank, strict=True)]
-        return torch.tensor(sums, dtype=torch.float64).reshape(shape)
+    def _columns(self, found: Mapping[str, list[list[float]]]) -> list[Column]:
+        columns: list[Column] = []
+        for name, by_rank in found.items():
+            if self.shapes[name] is None:
+                columns.append([x for numbers in by_rank for x in numbers])
+            else:
+                columns += zip(*by_rank, strict=True)
+        return columns
+
+    def total(self, columns: Iterable[Column]) -> dict[str, Any]:
+        """The sums of the columns of all workers, by name."""
+        sums, found = iter([_fsum(column) for column in columns]), dict[str, Any]()
+        for name, shape in self.shapes.items():
+            if shape is None:
+                found[name] = next(sums)
+            else:
+                flat = [next(sums) for _ in self.numbers[name]]
+                found[name] = torch.tensor(flat, dtype=torch.float64).reshape(shape)
+        return found
 
 
 def addends(values: Mapping[str, Any]) -> Addends:
@@ -100,7 +112,7 @@ def addends(values: Mapping[str, Any]) -> Addends:
                 shapes[name] = value.shape
                 numbers[name] = value.detach().double().cpu().flatten().tolist()
             elif isinstance(value, list | tuple):
-                numbers[name] = _without_rounding([float(x) for x in value])
+                numbers[name] = _few([float(x) for x in value])
             else:
                 numbers[name] = [float(value)]
         except (TypeError, ValueError, RuntimeError) as error:
@@ -115,20 +127,9 @@ def addends(values: Mapping[str, Any]) -> Addends:
     return Addends(numbers, shapes)
 
 
-def _without_rounding(terms: list[float]) -> list[float]:
+def _few(terms: list[float]) -> list[float]:
     """A few numbers with exactly the sum of these."""
-    parts: list[float] = []
-    for term in terms:
-        x, kept = term, 0
-        for part in parts:
-            big, small = (x, part) if abs(x) >= abs(part) else (part, x)
-            x = big + small
-            # Exact: the larger one first, so what the sum lost is a floating-point number itself. In the
-            # other order the rest would be rounded too.
-            if rest := small - (x - big):
-                parts[kept] = rest
-                kept += 1
-        parts[kept:] = [x]
+    parts = without_rounding(terms)
     # NaN, infinity and overflow have no exact parts.
     return parts if all(map(math.isfinite, parts)) else [sum(terms)]
 

@@ -216,7 +216,8 @@ def find_culprits(
                 one_of=True,
             )
         if len(behind) < len(waiting):
-            return HangVerdict(workers=behind, reason="waits at an earlier point than the others")
+            workers = _first_behind(behind, waiting, ranks or {})
+            return HangVerdict(workers=workers, reason="waits at an earlier point than the others")
     # Stacks are compared only of a job that stands still as a whole. Of a job that moves they are taken at
     # different moments, differ by chance, and the odd one would be innocent.
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
@@ -281,6 +282,18 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
     waits_for = {v.worker: worker_of.get(v.page.waits_for, "") for v in waiting}
     pairs = {tuple(sorted((a, b))) for a, b in waits_for.items() if waits_for.get(b) == a}
     return pairs.pop() if len(pairs) == 1 and len(waiting) > 2 else ()
+
+
+def _first_behind(
+    behind: tuple[str, ...], waiting: Sequence[WorkerView], ranks: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Those of the workers that are behind, without who waits for another one of them that has a lower rank."""
+    # Many members hear each other through a tree, in which a parent has a lower rank than its children
+    # (`train.member_tree`). When a result is lost on its way down, a whole subtree is behind, and only its uppermost member has
+    # missed it: each of the others waits for its parent, which is behind as well. The one with the lowest rank always stays.
+    worst = {ranks[w] for w in behind if w in ranks}
+    waits_for = {v.worker: v.page.waits_for for v in waiting}
+    return tuple(w for w in behind if not (waits_for[w] in worst and waits_for[w] < ranks.get(w, 0)))
 
 
 def odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> HangVerdict:
