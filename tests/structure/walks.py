@@ -50,7 +50,7 @@ agent/coordinator_link:CoordinatorLink._sending by Outbox
         protocol/wire/frames:encode
         protocol/wire/frames:encode_all
         agent/coordinator_link:Outbox.sent
-coordinator/service/agents:AgentConnections.serve by AgentMessage
+coordinator/service/agents:AgentConnections.talk by AgentMessage
     coordinator/service/agents:AgentConnections._on_frame
         protocol/wire/frames:Codec.decode_all
             protocol/wire/decoding:decode
@@ -66,7 +66,8 @@ coordinator/service/decision_loop:DecisionLoop.decide_all by Inbox
             coordinator/machine:Core._takes
                 coordinator/machine:Core._dispatch
                     coordinator/machine:Core._node_says
-                        coordinator/membership/nodes:heard
+                        coordinator/machine:Core._who_says
+                            coordinator/membership/nodes:heard
         coordinator/service/decision_loop:DecisionLoop._batch
             coordinator/service/decision_loop:DecisionLoop._entry
         coordinator/service/decision_loop:DecisionLoop._written
