@@ -50,7 +50,7 @@ agent/coordinator_link:CoordinatorLink._sending by Outbox
         protocol/wire/frames:encode
         protocol/wire/frames:encode_all
         agent/coordinator_link:Outbox.sent
-coordinator/service/agents:AgentConnections.serve by AgentMessage
+coordinator/service/agents:AgentConnections.talk by AgentMessage
     coordinator/service/agents:AgentConnections._on_frame
         protocol/wire/frames:Codec.decode_all
             protocol/wire/decoding:decode
