@@ -78,7 +78,8 @@ class DiskThread:
             # The error may come of what follows the write, such as a sync: then it is in the file.
             if disk.draw(f"{self.name} wrote") < 0.3:
                 self._run(call)
-            error = sqlite3.OperationalError("disk I/O error")
+            told = "disk I/O error"
+            error = sqlite3.OperationalError(told) if self.name.startswith("ledger") else OSError(told)
         else:
             result, error = self._run(call)
         self._busy = None

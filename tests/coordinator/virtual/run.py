@@ -66,6 +66,7 @@ def plan_of(seed: int) -> Plan:
 def tame(plan: Plan, luck: Luck) -> None:
     """Takes out of a plan what is not in its luck."""
     plan.disturbed = bool(luck.strikes or luck.moments) or luck.power_fails
+    plan.only_planned = plan.only_planned and not plan.disturbed
     if "cluster" not in luck.there:
         plan.faults, plan.triggers, plan.torn_end = [], [], False
         plan.bug, plan.stop_after_s, plan.engine_refuses, plan.release_fails = None, None, 0.0, 0.0

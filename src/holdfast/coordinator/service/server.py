@@ -305,9 +305,17 @@ class Coordinator:
         """Looks whether another took over: see `protocol.leadership`. The folder may hang without this process doing so."""
         # On a thread of its own. A shared folder that hangs would otherwise stop the loop, and with it the
         # heartbeat that keeps agents calm.
-        while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
+        while await self._term_in_folder() <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
         self._on_superseded()
+
+    async def _term_in_folder(self) -> int:
+        """The newest term, as far as the folder tells; 0: it cannot be read now."""
+        try:
+            return await self._folder.do(newest_term, self._job_dir)
+        except OSError:
+            # Looked at again: one failed look must not be the last, or this process would never see that another took over.
+            return 0
 
     def _on_superseded(self) -> None:
         """Ends this process without another word: somebody else decides."""
