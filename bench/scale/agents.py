@@ -107,7 +107,7 @@ class SimAgent:
         said = msgspec.structs.replace(
             hello(self._number, self._shape.per_node),
             workers=self._views(idle_s=0.0),
-            generation=None if formed is NOTHING else (formed.number, formed.digest),
+            generation=(formed.number, formed.digest) if formed.number else (0, ""),
         )
         self._socket, self._waiting = socket, [encode(said), *self._waiting]
         await self._flush()
