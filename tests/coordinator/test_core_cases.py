@@ -620,7 +620,7 @@ def test_who_went_on_since_it_was_looked_at_holds_nobody_up():
     request = desk.sent(m.Inspect)[-1][1].request
     for node, view in (("n0", waits), ("n1", fetches)):
         desk.do(e.NodeSays(node, m.InspectReply(request, (view,))))
-    desk.do(e.NodeSays("n1", m.FromWorker("n1.0#2", m.Joined(generation=number, join_s=0.1))))
+    desk.says("n1.0#2", m.Joined(generation=number, join_s=0.1))
     desk.wait(desk.core.timing.inspect_s)
     assert not desk.killed()
     assert not desk.incidents()
