@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.kernel.events import StopRequested
+from holdfast.coordinator.service import server
 from holdfast.coordinator.service.decision_loop import Anchor, CoreClock
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import FIRST, Store, newest_ledger, own_ledger, succeed
@@ -194,3 +195,31 @@ def test_a_ledger_is_taken_over_from_a_coordinator_that_was_killed(tmp_path: Pat
         said = [int(line) for line in writer.stdout]
         writer.wait()
     assert check_copy(succeed(tmp_path, 2))[-1] >= max(said, default=0)
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_hides_no_later_term(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failed look at the shared folder was once the last."""
+    looks: list[int | None] = [None, None, 1, 2]
+
+    def look(job_dir: Path) -> int:
+        if (found := looks.pop(0)) is None:
+            raise OSError("stale file handle")
+        return found
+
+    monkeypatch.setattr(server, "newest_term", look)
+    monkeypatch.setattr(server, "LOOK_S", 0.0)
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir(parents=True)
+    (job_dir / "token").write_text("token")
+
+    async def watched() -> bool:
+        coordinator = Coordinator(job_dir, JobSpec(name="job", script="x.py"), Resume(), term=1)
+        await coordinator._watch_term()
+        assert await coordinator._ledger.close(5.0)
+        await coordinator._memory.close()
+        return coordinator.superseded
+
+    assert asyncio.run(watched())
+    assert not looks
