@@ -158,8 +158,8 @@ class Service:
         given = (theirs, self._folder, self.port, self._shape, self._spares)
         self.process = multiprocessing.Process(target=_main, args=given, daemon=True)
         self.process.start()
+        # begun_s: the processor time that it had used when its modules were imported.
         self.port, self.begun_s = self.conn.recv()
-        """Of processor time, when its modules were imported."""
 
     def kill(self) -> None:
         """As `kill -9`."""

@@ -52,8 +52,8 @@ def place(folder: Path) -> Path:
 def by_torchrun(folder: Path, script: str, *args: str, code: int = 0) -> Seen:
     """Each rank has a file for what it prints, since two ranks that write into one pipe cut each other's lines.
 
-    code: with which it has to end. What is compared is Holdfast, so a run that plain torch itself breaks (one in some
-    hundred ended with 1 on a loaded machine) is repeated once, from the same files.
+    code: with which it has to end. A run of plain torch that ends otherwise says nothing about Holdfast, and is repeated once
+    from the same files. In CI one ended with 1; none of 99 did so under load.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     failures = []

@@ -647,9 +647,10 @@ class Trained(Worker):
         self.state.buffer_rules.keep()
 
 
-def by_workers(programs, micros, clip, chance, reduction):
-    """The same by as many workers as there are programs: threads with real groups, and the real step and reduction."""
-    cluster = Cluster(len(programs))
+def by_workers(programs, micros, clip, chance, reduction, fan_out=None):
+    """The same by as many workers as there are programs: threads with real groups, and the real step and reduction. fan_out: of
+    their control channel's tree; None: it is a mesh."""
+    cluster = Cluster(len(programs), fan_out)
     computing = threading.Lock()
     workers = [Trained(program, micros, reduction, computing) for program in programs]
     order = SampleOrder(SAMPLES, chance)
@@ -780,8 +781,8 @@ def possible(program):
     return program
 
 
-def check(program, micros, clip, chance, reduction, worlds=()):
-    """worlds: by how many workers it is trained besides."""
+def check(program, micros, clip, chance, reduction, worlds=(), fan_out=None):
+    """worlds: by how many workers it is trained besides. fan_out: of these, as in `by_workers`."""
     program = possible(program)
     # Spectral norm's vectors are those of one iteration for each step, whatever the micro-batches: the documentation says so.
     in_plain_torch = program["model"] != "spectral norm" or micros == 1
@@ -801,7 +802,7 @@ def check(program, micros, clip, chance, reduction, worlds=()):
             if world > micros:
                 continue
             first, *others = programs = [Program(**program) for _ in range(world)]
-            by_workers(programs, *how)
+            by_workers(programs, *how, fan_out)
             for other in others:
                 assert_same_training(other, first)
             if reduction == "exact":
@@ -874,6 +875,12 @@ def test_a_job_of_one_trains_what_plain_torch_does(program, micros, clip, chance
 @example(PLAIN | {"optimizer": "adam 4 bit"}, 4, 0.1, 0, "exact", (2,))
 def test_several_workers_train_what_a_job_of_one_does(program, micros, clip, chance, reduction, worlds):
     check(program, micros, clip, chance, reduction, worlds)
+
+
+@pytest.mark.parametrize("fan_out", [1, 2])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_several_workers_over_a_tree_train_what_plain_torch_does(reduction, fan_out):
+    check(PLAIN | {"model": "branches", "optimizer": "adamw"}, 6, 0.1, 0, reduction, (2, 3, 4), fan_out)
 
 
 def sparse_rows():

@@ -407,7 +407,7 @@ class Core(Context):
             # are common: a worker reports its last commit, and its exit overtakes that in the agent.
             if worker is not None and worker.phase is not WorkerPhase.GONE:
                 self._worker_says(worker, report.message, report.age_s + event.waited_s)
-                # Each by itself: what one brought about is no matter of the incidents that another concerns.
+                # After each report: entries that one has caused must not get the incidents that another concerns.
                 self._attribute()
 
     def _node_says(self, name: str, message: m.NodeMessage) -> None:

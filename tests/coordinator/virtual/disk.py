@@ -11,6 +11,7 @@ from typing import Any
 
 from simcluster.clock import Clock
 
+from holdfast.coordinator.service.ledger import _tell
 from virtual.loop import VirtualLoop
 
 
@@ -98,12 +99,3 @@ class DiskThread:
         if call is not None and self.name == "ledger" and self._disk.draw("killed while writing") < 0.5:
             self._run(call)
         self._todo.clear()
-
-
-def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -7,26 +7,6 @@ from dataclasses import dataclass, field
 
 from virtual.loop import HANDLE_S
 
-CLASSES = (
-    "cluster",
-    "changes",
-    "findings",
-    "disk-error",
-    "disk-hang",
-    "one-way",
-    "half-dead",
-    "stop-coordinator",
-    "stop-agent",
-    "slow-coordinator",
-    "kill-coordinator",
-    "hand-over",
-    "limits",
-    "power",
-    "slow-history",
-    "succession",
-)
-"""`cluster`, `changes` and `findings`: those of the plan of `simcluster`. The others are of this module."""
-
 STRIKES = (
     "disk-error",
     "disk-hang",
@@ -40,6 +20,9 @@ STRIKES = (
     "succession",
 )
 """Those that come at a time, or at a moment of the job."""
+
+CLASSES = ("cluster", "changes", "findings", *STRIKES, "limits", "power", "slow-history")
+"""`cluster`, `changes` and `findings`: those of the plan of `simcluster`. The others are of this module."""
 
 MOMENTS = ("joining", "formed", "broke", "parked", "joined", "prepared", "ready", "done")
 ALONE = 0.2

@@ -56,8 +56,8 @@ class NodeSays(msgspec.Struct, frozen=True):
     message: NodeMessage
 
 
-# Of a large job nearly all that comes are reports, one of each worker in every frame. What an event costs besides is then
-# paid once for a node.
+# In a large job nearly all events would be reports, and each frame has one of every worker. So what any event costs, such as
+# queueing it and finding its node, is paid once for a frame.
 class WorkersSay(msgspec.Struct, frozen=True):
     """Reports of a node's workers that came together, in the order in which its agent had them."""
 

@@ -448,7 +448,7 @@ def committed(state: CoreState, now: float) -> list[Record]:
 
 
 def _full(state: CoreState) -> Callable[[Incident], bool]:
-    """Whether the job has the size again that it had when the fault struck, or that it is to have by now."""
+    """Tells for an incident whether the job has the size again that it had when the fault struck, or that it is to have by now."""
     strength = -1 if state.membership.generation is None else state.membership.generation.strength
     # Either suffices: a job that was resized downward meanwhile is at full strength with fewer workers than the fault had
     # found. Asked once for all: with 64 nodes lost, each of thousands of answers concerns 64 incidents.

@@ -541,8 +541,8 @@ def inspected(context: Context, message: m.InspectReply) -> None:
     # Only members that are still inside count. One that parked while the others answered holds up nobody.
     for view in message.workers:
         worker = s.membership.workers.get(view.worker)
-        # One whose agent has not passed the generation on stands still for good reason: the order was lost, and is on its way
-        # again. It counts as not seen, or it would be ended for what the others wait for.
+        # A worker that has not been given its order to join cannot move: the order was lost with a connection, and is sent
+        # again. It counts as not seen, or the others' wait for it would be blamed on it.
         told = not context.mode.replaces_one or view.formed >= s.membership.number
         if worker is not None and worker.phase is WorkerPhase.MEMBER and told:
             inspection.views.append(view)
@@ -554,7 +554,7 @@ def inspected(context: Context, message: m.InspectReply) -> None:
 
 
 def moved(context: Context, worker: Worker) -> None:
-    """A member joined or committed a step. Where it stood when its agent was asked names nobody any more."""
+    """A member joined or committed a step: what its agent answered before is out of date, and no verdict may use it."""
     # An agent's messages keep their order: what comes after its answer happened after it.
     if context.state.deadlines.is_set(Timer.INSPECT):
         context.transient(Inspection).moved.add(worker.name)

@@ -287,7 +287,7 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
 def _first_behind(
     behind: tuple[str, ...], waiting: Sequence[WorkerView], ranks: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Those of the workers that are behind, without who waits for another one of them that has a lower rank."""
+    """The workers that are behind, except those that wait for another of them with a lower rank."""
     # Many members hear each other through a tree, in which a parent has a lower rank than its children
     # (`train.member_tree`). When a result is lost on its way down, a whole subtree is behind, and only its uppermost member has
     # missed it: each of the others waits for its parent, which is behind as well. The one with the lowest rank always stays.

@@ -624,6 +624,10 @@ def _tells(message: m.Progress | m.Parked) -> bool:
     return bool(message.losses or (isinstance(message, m.Progress) and message.figures))
 
 
+_REPEATED = (m.Progress, m.Restoring, m.Attached, m.Joined)
+"""Reports of which a hello has the newest of each worker."""
+
+
 def routine(event: ev.Event) -> bool:
     """Events that come in great number and change nothing that a successor could not learn anew."""
     # An acknowledgement that is forgotten is given again when the successor announces the order again. Time
@@ -640,6 +644,3 @@ def routine(event: ev.Event) -> bool:
     if isinstance(event, ev.NodeSays):
         return isinstance(event.message, m.Heartbeat | m.StoreProgress)
     return isinstance(event, ev.Tick | ev.Starved | ev.Overslept | OrderDone)
-
-
-_REPEATED = (m.Progress, m.Restoring, m.Attached, m.Joined)
